@@ -12,7 +12,7 @@ The load comes in rounds. After each round the engine finishes all requests. The
 
 With `--host-cache-gb` what leaves the device goes on in host memory, which is filled, and all of it resident from the
 start: resident bytes and Python's blocks, in the line of each round, tell what grows beside it. After the last round
-the slopes of both after warm-up are told, with their bounds; `--json` records them with a row for each round. torch and
+the slopes of both after warm-up are told, with their bounds; `--json` records them with a row for each minute. torch and
 oneDNN keep as many programs as in a node's engine process: `python -m benchmarks` sees to that before it imports torch.
 """
 
@@ -42,7 +42,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 DEMO = "demo"
-DRAIN_S = 300.0  # from the last request of a round to the end of all its requests
+DRAIN_S = 900.0  # from the last request of a round to the end of all its requests; 300 were too few at a load of 24
+SAMPLE_S = 60.0  # memory is looked at so often, and after each round
 PATIENCE = 8  # most rounds, beyond the time asked for, until sequences have been preempted in both ways
 WARM_UP_SHARE = 1 / 3  # of a soak: a CPU's programs are kept for as many shapes as bounds allow, and the tier is full
 ABORTS_A_STEP = 0.02
@@ -125,6 +126,7 @@ class Soak:
     footprints: list[Footprint] = field(default_factory=list)
     stats: EngineStats | None = None
     curve: MemoryCurve = field(init=False)
+    start_s: float = 0.0
 
     def __post_init__(self) -> None:
         self.curve = MemoryCurve(self.options.seconds * WARM_UP_SHARE)
@@ -144,14 +146,14 @@ class Soak:
 
     def run(self, hear: Callable[[str], None]) -> None:
         """Run rounds until the time is up, at least two: the first is the warm-up. Raises Breach."""
-        start_s = time.monotonic()
+        self.start_s = time.monotonic()
         while (
             (num_rounds := len(self.footprints)) < 2
-            or time.monotonic() - start_s < self.options.seconds
+            or time.monotonic() - self.start_s < self.options.seconds
             or (num_rounds < PATIENCE and self._lacking)
         ):
             self._round(min(self.options.round_s, self.options.seconds / 2))
-            self.curve.samples.append(self._sample(time.monotonic() - start_s))
+            self._sample(self.footprints[-1])
             hear(self.text(self.curve.samples[-1].elapsed_s))
         hear(self.curve.text())
         if self._lacking:
@@ -170,10 +172,16 @@ class Soak:
     def _preemptions(self) -> tuple[float, float]:
         return self._counter("preemptions_swap_total"), self._counter("preemptions_recompute_total")
 
-    def _sample(self, elapsed_s: float) -> MemorySample:
+    def _sample(self, footprint: Footprint) -> None:
         host = self.engine.core._blocks.host
         sizes = host.num_cached, host.num_saved, host.num_loaded
-        return MemorySample(elapsed_s, self.footprints[-1], self.ledger.num_ended, *sizes)
+        elapsed_s = time.monotonic() - self.start_s
+        self.curve.samples.append(MemorySample(elapsed_s, footprint, self.ledger.num_ended, *sizes))
+
+    def _sample_when_due(self) -> None:
+        last_s = self.curve.samples[-1].elapsed_s if self.curve.samples else 0.0
+        if time.monotonic() - self.start_s - last_s >= SAMPLE_S:
+            self._sample(Footprint.now())
 
     def text(self, elapsed_s: float) -> str:
         """A line of progress."""
@@ -208,8 +216,10 @@ class Soak:
                 self.engine.mailbox.inbox.append(self.ledger.abort(self.rng))
                 self.num_aborts += 1
             self._turn()
+            self._sample_when_due()
         end_s = time.monotonic() + DRAIN_S
         while self._turn() or self.ledger.open:
+            self._sample_when_due()
             if time.monotonic() > end_s:
                 raise Breach(f"{len(self.ledger.open)} requests have not ended {DRAIN_S:.0f} s after the last one")
         self._check()

@@ -1,4 +1,4 @@
-"""Memory of a process under a soak: what it holds after each round, and whether that grows after warm-up."""
+"""Memory of a process under a soak: what it holds each minute, and whether that grows after warm-up."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Trend:
     num_samples: int
     mean: float  # of the sizes
     a_second: float  # by which the size grows
-    bound: float  # of that: two standard errors, as if rounds were independent; inf: too few samples
+    bound: float  # of that: two standard errors, as if samples were independent; inf: too few samples
 
     @classmethod
     def of(cls, samples: Sequence[tuple[float, float]]) -> Trend:
@@ -78,14 +78,14 @@ class Trend:
     def text(self, name: str, unit: float = 1.0, suffix: str = "") -> str:
         """`unit`: what the sizes are told in."""
         return (
-            f"{name} {self.mean / unit:.1f}{suffix} in the mean of {self.num_samples} rounds, "
+            f"{name} {self.mean / unit:.1f}{suffix} in the mean of {self.num_samples} samples, "
             f"{3600 * self.a_second / unit:+.1f} +- {3600 * self.bound / unit:.1f} an hour"
         )
 
 
 @dataclass(frozen=True, slots=True)
 class MemorySample:
-    """A round's end."""
+    """At the end of a round, or within one."""
 
     elapsed_s: float
     footprint: Footprint
@@ -106,7 +106,7 @@ ROW = ("s", "requests", "resident MB", "heap MB", "Python's blocks", "cached", "
 
 
 class MemoryCurve:
-    """The rounds of a soak, of which the first `warm_up_s` are its warm-up."""
+    """The samples of a soak, of which the first `warm_up_s` are its warm-up."""
 
     def __init__(self, warm_up_s: float) -> None:
         self.warm_up_s = warm_up_s

@@ -141,15 +141,15 @@ def test_what_grows_after_warm_up_is_told() -> None:
     assert resident.num_samples == blocks.num_samples == 20
     assert abs(resident.a_second * 60 - 2e6) < resident.bound * 60 < 0.2e6
     assert (blocks.a_second, blocks.bound) == (0.0, 0.0)
-    assert "resident 119.0 MB in the mean of 20 rounds, +119." in curve.text()
+    assert "resident 119.0 MB in the mean of 20 samples, +119." in curve.text()
     assert len(curve.fields["samples"]) == 24
 
 
-def test_a_trend_of_few_rounds_has_no_bound() -> None:
+def test_a_trend_of_few_samples_has_no_bound() -> None:
     assert Trend.of([(at, 3.0) for at in range(7)]).bound == inf
     curve = MemoryCurve(1e9)
     assert curve.fields["trends"]["resident_bytes"]["bound"] is None
-    assert "in the mean of 0 rounds" in curve.text()
+    assert "in the mean of 0 samples" in curve.text()
 
 
 def test_a_sample_has_its_columns() -> None:
