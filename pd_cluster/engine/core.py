@@ -122,7 +122,7 @@ class EngineCore:
         self._replies = replies = Replies(mailbox, self._forget)
         self._transfers = KvTransfers(
             connector, self._scheduler, mailbox.send, replies.report, connector.pool, config.model.logits_stages,
-            self._disk,
+            self._disk, may_give_up=config.handoff.on_load_failure in ("any", "local"),
         )  # fmt: skip
         self._pipeline = self._make_pipeline(config)
         self._news = NewsReport(
