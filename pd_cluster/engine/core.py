@@ -144,7 +144,7 @@ class EngineCore:
             host_cache=config.cache.host_cache_gb > 0,
             prefix_caching=config.cache.prefix_caching,
         )
-        blocks.host.gb_s *= executor.layout.tp_size  # each rank copies its share
+        blocks.host.set_link(executor.host_gb_s, executor.layout.tp_size)
         return blocks
 
     def _make_pipeline(self, config: NodeConfig) -> Pipeline:
