@@ -12,8 +12,8 @@ The load comes in rounds. After each round the engine finishes all requests. The
 
 With `--host-cache-gb` what leaves the device goes on in host memory, which is filled, and all of it resident from the
 start: resident bytes and Python's blocks, in the line of each round, tell what grows beside it. After the last round
-the slopes of both after warm-up are told, with their bounds; `--json` records them with a row for each minute. torch and
-oneDNN keep as many programs as in a node's engine process: `python -m benchmarks` sees to that before it imports torch.
+the slopes of both after warm-up are told, with their bounds; `--json` records them with a row for each minute. torch
+and oneDNN keep as many programs as in a node's engine: `python -m benchmarks` sees to that before it imports torch.
 """
 
 from __future__ import annotations

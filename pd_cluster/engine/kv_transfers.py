@@ -288,9 +288,9 @@ class KvTransfers:
 
     def _give_up_one(self) -> None:
         """Give up the load of the worst claim that has waited too long for what leases hold, as its lender may do."""
-        lent = self._scheduler.lent
+        lent, ready = self._scheduler.lent, [intake for intake in self._intakes.values() if intake.is_ready]
         waited_s = lent.waited_s()
-        due = [one for one in self._intakes.values() if one.is_ready and waited_s >= patience_s(self._own_id, one.lender)]
+        due = [intake for intake in ready if waited_s >= patience_s(self._own_id, intake.lender)]
         if not due:
             return
         lent.begin_anew()

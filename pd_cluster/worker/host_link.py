@@ -17,10 +17,10 @@ MEASURE_S = 0.01  # after so long no further round begins
 
 
 def measure_host_gb_s(memory: torch.Tensor) -> float:
-    """GB/s each way while both ways copy, and nothing else runs. 0: not on a GPU, or there is no memory to measure with.
+    """GB/s each way while both ways copy, and nothing else runs. 0: not on a GPU, or no memory to measure with.
 
-    `memory`: uint8 [n] of the device, of which the beginning is overwritten. It takes 3 ms at 53 GB/s and 42 at 1, after
-    15 to pin 16 MiB, which torch keeps for later copies of its own.
+    `memory`: uint8 [n] of the device, of which the beginning is overwritten. It takes 3 ms at 53 GB/s and 42 at 1,
+    after 15 to pin 16 MiB, which torch keeps for later copies of its own.
     """
     size = min(MEASURED_BYTES, len(memory) // 2)
     if memory.device.type != "cuda" or size < LEAST_BYTES:

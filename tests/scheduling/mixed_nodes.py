@@ -1,4 +1,4 @@
-"""Mixed nodes that hand prompts to each other, in virtual time: schedulers, leases, loads and `KvTransfers` are real."""
+"""Mixed nodes that hand prompts to each other, in virtual time: schedulers, leases and loads are real."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class MixedNode:
         return request
 
     def tickets(self) -> list[TicketOpened]:
-        """Those that were opened since the last call. What asks for a P is told to compute here, as API processes do."""
+        """Those that were opened since the last call. What asks for a P is told to compute here."""
         replies, self.replies[:] = list(self.replies), []
         for reply in replies:
             if isinstance(reply, NeedsPrefill):
