@@ -2,7 +2,7 @@
 
 What A lends is held until B has read it, so until B has blocks for its load, and these may be what B lends to A. Leases
 and loads cannot be preempted, so two mixed nodes that handed prompts to each other waited for the deadline of the
-loads, 30 s. A node whose loads waited for LENT_WAIT_S gives one up in place of that: its prompt is computed here, or
+loads, 30 s. A node with loads that waited for LENT_WAIT_S gives one up instead: its prompt is computed here, or
 elsewhere. The lease of that load ends, so the lender has room for a load of its own, which reads what is lent here.
 
 Waiting begins anew when a lease of this node ends, or another load is the next to get blocks: then memory moves. What
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from pd_cluster.scheduling.queues import Queues
     from pd_cluster.scheduling.sequence import Request
 
-# A handover whose D has room takes 10 to 500 ms, most of it P's computing; a lease that D reads ends within that
+# A handover to a D with room takes 10 to 500 ms, most of it P's computing; a lease that D reads ends within that
 LENT_WAIT_S = 2.0
 LATER_S = 3.0  # for which the others wait longer: a lease that its reader has left ends after 2 s
 

@@ -43,7 +43,7 @@ class VirtualTime:
 
 
 class WatchedConnector(PeerToPeerConnector):
-    """A connector whose events are looked at before the engine takes them. The node turns it, not a thread."""
+    """A connector that shows its events before the engine takes them. The node turns it, not a thread."""
 
     name = "loopback"
     watch: Callable[[Event], None]

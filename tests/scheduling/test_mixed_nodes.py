@@ -1,4 +1,4 @@
-"""Mixed nodes whose loads want what each other's leases hold: nobody waits for the deadline of a load."""
+"""Mixed nodes with loads that want what each other's leases hold: none waits for the deadline of a load."""
 
 from __future__ import annotations
 
