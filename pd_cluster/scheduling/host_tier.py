@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from pd_cluster.scheduling.block_table import BlockTable
     from pd_cluster.scheduling.cache_news import CacheNews
 
-# Of a rank with a link that was not measured. And of what an idle link copies each way, what steps count on: all bounds of
-# copies beside steps were found with 25 GB/s on an H200 that copies 53
+# Of a rank with a link that was not measured. And of what an idle link copies each way, what steps count on: all
+# bounds of copies beside steps were found with 25 GB/s on an H200 that copies 53
 HOST_GB_S, LINK_SHARE = 25.0, 25 / 53
 
 
