@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from pd_cluster.engine.process import bound_programs
 from pd_cluster.errors import StartupError
 
 if TYPE_CHECKING:
@@ -59,6 +61,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("name", metavar="NAME", choices=BENCHMARKS, help="See below.")
     parser.add_argument("flags", metavar="FLAGS", nargs=argparse.REMAINDER, help="`NAME --help` lists them.")
     namespace = parser.parse_args(arguments)
+    if namespace.name == "soak":
+        bound_programs(os.environ)
     try:
         status: int = import_module(f"benchmarks.{namespace.name}").main(namespace.flags)
     except StartupError as error:

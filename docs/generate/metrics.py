@@ -57,7 +57,8 @@ ENGINE: dict[str, Meaning] = {
         "Blocks of host memory: `ready` (pinned so far), `cached` (with a content that may be found).", "state"
     ),
     "host_cache_bytes_per_second": Meaning(
-        "The speed of loads with which the node and routers reckon: 25 GB/s for each rank. It is not measured."
+        "The speed of loads with which the node and routers reckon, for each rank: 25/53 of what the idle link of "
+        "rank 0 copied each way at start; 25 GB/s where that was not measured."
     ),
     "prefills_local_total": Meaning("Requests with a handoff that this node prefilled by itself."),
     "prefills_remote_total": Meaning("Requests with KV from another node."),

@@ -122,7 +122,7 @@ class EngineCore:
         self._replies = replies = Replies(mailbox, self._forget)
         self._transfers = KvTransfers(
             connector, self._scheduler, mailbox.send, replies.report, connector.pool, config.model.logits_stages,
-            self._disk,
+            self._disk, may_give_up=config.handoff.on_load_failure in ("any", "local"),
         )  # fmt: skip
         self._pipeline = self._make_pipeline(config)
         self._news = NewsReport(
@@ -144,7 +144,7 @@ class EngineCore:
             host_cache=config.cache.host_cache_gb > 0,
             prefix_caching=config.cache.prefix_caching,
         )
-        blocks.host.gb_s *= executor.layout.tp_size  # each rank copies its share
+        blocks.host.set_link(executor.host_gb_s, executor.layout.tp_size)
         return blocks
 
     def _make_pipeline(self, config: NodeConfig) -> Pipeline:

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING
 from pd_cluster.engine.pool_search import PoolSearches
 from pd_cluster.errors import PrefillUnavailable
 from pd_cluster.protocol.messages import FromEngine, NeedsPrefill, TicketOpened, Work
+from pd_cluster.scheduling.lent_memory import patience_s
 from pd_connectors.base import (
     Event,
     FirstTokens,
@@ -97,6 +98,7 @@ class Intake:
     num_attempts: int = 0
     has_searched: bool = False  # the pool was asked
     load_id: str | None = None  # None: asking
+    lender: str = ""  # the node of its lease
     is_ready: bool = False  # P has announced blocks; ours are reserved as soon as memory allows
     redraw: Redraw | None = None  # None: the load's first tokens are adopted
 
@@ -116,13 +118,18 @@ class KvTransfers:
         pool: Pool | None = None,
         logits_stages: Sequence[str] = (),
         disk: DiskTier | None = None,
+        *,
+        may_give_up: bool = True,
     ) -> None:
+        """`may_give_up`: whether a load may end for want of blocks before its deadline. No request may fail by that."""
         self._connector = connector
         self._scheduler = scheduler
         self._logits_stages = logits_stages
         self._searches = PoolSearches(pool, scheduler, disk)
         self._reply = reply
         self._report = report
+        self._may_give_up = may_give_up
+        self._own_id = ""  # of this node's leases
         self._intakes: dict[str, Intake] = {}  # by request id
         self._loads: dict[str, Intake | None] = {}  # by load id; None: an orphan
         self.counters: dict[str, float] = {"prefills_local_total": 0.0, "prefills_remote_total": 0.0}
@@ -162,7 +169,7 @@ class KvTransfers:
             )
         except HandoffError as error:
             raise PrefillUnavailable(str(error)) from error
-        request.lease_id = ticket.lease.lease_id
+        request.lease_id, self._own_id = ticket.lease.lease_id, ticket.lease.engine_id
         try:
             self._searches.admit(request)
         except BaseException:
@@ -259,7 +266,7 @@ class KvTransfers:
         request.redraws = intake.redraw is not None
         intake.num_attempts += 1
         intake.load_id = request.load_id = f"{request.request_id}#{intake.num_attempts}"
-        intake.is_ready = False
+        intake.lender, intake.is_ready = ticket.lease.engine_id, False
         self._loads[intake.load_id] = intake
         self._connector.begin_load(intake.load_id, ticket, deadline_s)
 
@@ -276,6 +283,22 @@ class KvTransfers:
                 intake.is_ready = False
         if self._searches.wants_blocks:
             self._searches.reserve()
+        if wanting and self._may_give_up:
+            self._give_up_one()
+
+    def _give_up_one(self) -> None:
+        """Give up the load of the worst claim that has waited too long for what leases hold, as its lender may do."""
+        lent, ready = self._scheduler.lent, [intake for intake in self._intakes.values() if intake.is_ready]
+        waited_s = lent.waited_s()
+        due = [intake for intake in ready if waited_s >= patience_s(self._own_id, intake.lender)]
+        if not due:
+            return
+        lent.begin_anew()
+        if lent.is_lacking:
+            load_id = max(due, key=lambda intake: intake.request.claim).load_id
+            assert load_id is not None
+            self._connector.cancel_load(load_id)
+            self._handle(LoadFailed(load_id, LoadFailure.NO_ROOM, "leases of this node hold the blocks that it needs"))
 
     def forget(self, request: Request) -> None:
         """Forget an ended request. Its load, if there is one, is cancelled and becomes an orphan. Idempotent."""

@@ -66,6 +66,7 @@ class BlockManager:
         self.match_host, self.lacking = self._host_hits.extend, self._host_hits.lacking
         self._tables: set[BlockTable] = set()
         self._leases: dict[str, BlockTable] = {}
+        self.num_leases_ended = 0
         self._quarantines: dict[str, list[list[int]]] = {}  # by group
 
     # sizes
@@ -301,6 +302,7 @@ class BlockManager:
         table = self._leases.pop(lease_id, None)
         if table is None:
             return False
+        self.num_leases_ended += 1
         for pool, held in self._by_group(table):
             for block_id in held.ids:
                 pool.leased[block_id] -= 1
@@ -327,6 +329,10 @@ class BlockManager:
     def is_lent(self) -> bool:
         """Whether a lease or a quarantine holds blocks."""
         return bool(self._leases or self._quarantines)
+
+    def has_room_unlent(self, needs: list[int]) -> bool:
+        """Whether each group could take so many blocks at once if leases held none."""
+        return self._memory.has_room_without(needs, self._leases.values())
 
     # host pool
 

@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 Copy = tuple[int, int, int]  # (group, from, to)
 # Blocks of a step, each way: of 8 MiB (8B) they take 40 ms. Prompts fill 128 of each group in a step of 8,192 tokens
 LOADS = SAVES = 256
-# Of the seconds that a step computes, those for which it copies each way, at HOST_GB_S. Beside 32 decodes (5.3 ms, 8B)
-# these are 8 blocks. 8 loads prolong the step by 5%, 32 double it, and prolong one of 2,048 tokens by 6.7%
+# Of the seconds that a step computes, those for which it copies each way. Beside 32 decodes (5.3 ms, 8B) these are, at
+# 25 GB/s, 8 blocks. 8 loads prolong the step by 5%, 32 double it, and prolong one of 2,048 tokens by 6.7%
 COPY_SHARE = 1.0, 0.5  # without streams, and beside them
 # Blocks that are copied before they are evicted: those that a step of prompts fills and LEAST_AHEAD more, for decodes.
 # Or 1 / AHEAD_SHARE of a group's; where it has victims at most MOST_AHEAD: so many loads, 16,384 tokens, wait for none

@@ -26,8 +26,9 @@ if TYPE_CHECKING:
     from pd_cluster.scheduling.block_table import BlockTable
     from pd_cluster.scheduling.cache_news import CacheNews
 
-# Of a rank; stated, not measured. An H200 copies 53 GB/s each way; forwards beside it and the other way take their part
-HOST_GB_S = 25.0
+# Of a rank with a link that was not measured. And of what an idle link copies each way, what steps count on: all
+# bounds of copies beside steps were found with 25 GB/s on an H200 that copies 53
+HOST_GB_S, LINK_SHARE = 25.0, 25 / 53
 
 
 class HostTier:
@@ -55,6 +56,10 @@ class HostTier:
         self.num_hit_tokens = self.num_loaded = self.num_saved = self.num_unsaved = 0
         self.num_loaded_bytes = self.num_saved_bytes = 0
         self.grow(num_blocks)
+
+    def set_link(self, gb_s: float, num_ranks: int) -> None:
+        """`gb_s`: that an idle link of a rank copies each way; 0: it was not measured. Each rank copies its share."""
+        self.gb_s = num_ranks * (gb_s * LINK_SHARE if gb_s else HOST_GB_S)
 
     @property
     def num_cached(self) -> int:

@@ -34,6 +34,7 @@ from pd_cluster.scheduling.beam_sequences import BeamSequences
 from pd_cluster.scheduling.drafts import Drafting
 from pd_cluster.scheduling.hash_ahead import HashAhead
 from pd_cluster.scheduling.kv_memory import KvMemory
+from pd_cluster.scheduling.lent_memory import LentMemory
 from pd_cluster.scheduling.lifecycle import Lifecycle, Update
 from pd_cluster.scheduling.load_memory import LoadMemory
 from pd_cluster.scheduling.planner import Planner
@@ -92,6 +93,7 @@ class Scheduler:
         self._queues = Queues(config.max_num_seqs, self._turns)
         self._memory = KvMemory(blocks, self._queues, retract, clock, step_budget.model.prefill_s)
         self._load_memory = LoadMemory(blocks, self._queues, self._memory)
+        self.lent = LentMemory(blocks, self._queues, self._memory, clock)
         yielding = Yielding(self._turns, self._queues, self._memory)
         parts = config.max_drafts, blocks, self._memory, self._queues, step_budget
         self._drafting = drafting = None if speculation is None else Drafting(speculation, *parts)
@@ -101,8 +103,7 @@ class Scheduler:
         self._effects = StepEffects(self._queues, self._memory, self._life, self._beams, clock, drafting)
         self._hashes = HashAhead(blocks.block_size, clock)
         self._loads: list[LoadSpec] = []  # for the next batch
-        self._arrivals = count()
-        self._seq_ids = count()
+        self._arrivals, self._seq_ids = count(), count()
 
     # gauges
 

@@ -15,7 +15,7 @@ it from another group.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from itertools import count, islice
+from itertools import chain, count, islice
 from math import lcm
 from operator import itemgetter, mul
 from typing import TYPE_CHECKING
@@ -98,7 +98,10 @@ class SlabMemory:
         return self._has_slabs(needs, [pool.num_takeable for pool in self.slab_pools], len(self.unowned))
 
     def has_room_without(self, needs: Sequence[int], tables: Iterable[BlockTable]) -> bool:
-        """The same if these tables were closed, of which as few are looked at as that takes. Not for one group."""
+        """The same if these tables were closed. Of slabs as few tables are looked at as that takes."""
+        if not self.slab_pools:
+            refs, pool = Counter(chain.from_iterable(table.groups[0].references for table in tables)), self.pools[0]
+            return self.has_room([needs[0] - sum(pool.refs[block_id] == num for block_id, num in refs.items())])
         num_loose, num_slack = [pool.num_loose for pool in self.slab_pools], self.num_slack
         closed: list[Counter[int]] = [Counter() for _ in self.slab_pools]  # block -> references of these tables
         freed: Counter[int] = Counter()  # slab -> blocks

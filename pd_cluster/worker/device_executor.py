@@ -35,6 +35,7 @@ from pd_cluster.worker.capacity import longest_sequence
 from pd_cluster.worker.cuda_graphs.graph_sizes import GraphSizes
 from pd_cluster.worker.cuda_graphs.set_up import capture_steps, captured_bytes, captures_steps, choose_step_products
 from pd_cluster.worker.device_plan import DevicePlan, make_place
+from pd_cluster.worker.host_link import measure_host_gb_s
 from pd_cluster.worker.kv_cache import DTYPES, KVCache, blocks_in, describe_slabs, make_slabs
 from pd_cluster.worker.memory_measurement import measure_free_bytes, run_largest_step
 from pd_cluster.worker.model_loading import load_model
@@ -218,6 +219,7 @@ class DeviceExecutor(DeviceState):
     """See Executor."""
 
     _cache: KVCache
+    host_gb_s = 0.0
 
     def __init__(self, plan: DevicePlan, weights: Weights, runner: ModelRunner, model: ModelDescription) -> None:
         super().__init__(plan, weights, runner.cache)
@@ -246,6 +248,8 @@ class DeviceExecutor(DeviceState):
         # On a shared GPU other nodes' steps would be measured, too
         if (model.device == "cpu" and not plan.most_drafts) or self.config.cache.gpu_share < 1:
             return
+        if self.config.cache.host_cache_gb:
+            self.host_gb_s = measure_host_gb_s(self._cache.memory)
         timer = StepTimer(self.launch, self.slabs, self.block_size, model.max_model_len, model.vocab_size)
         self.config, self.model = measure_sizes(
             self.config, model, timer, plan.progress, measures_budget=plan.is_budget_measured,

@@ -76,6 +76,7 @@ class Executor(Closes, Protocol):
     slabs: KvSlabs  # the memory of the cache
     block_size: int  # tokens per block
     cache: CacheDescription  # of the cache in this process, which is rank 0's, for a connector
+    host_gb_s: float  # of rank 0's link to host memory, each way, with no other rank copying; 0: not measured
 
     @property
     def num_host_blocks(self) -> int:

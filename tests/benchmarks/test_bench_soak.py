@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from math import inf
 from random import Random
 
 import pytest
 import torch
 
-from benchmarks.soak import Footprint, LogitWatch, Options, main, soak
+from benchmarks.soak import LogitWatch, Options, main, soak
+from benchmarks.soak_memory import ROW, Footprint, MemoryCurve, MemorySample, Trend
 from benchmarks.soak_traffic import Breach, Traffic, TrafficLedger
 from pd_cluster.protocol.messages import FinishReason, RequestFailed, SequenceTokens, TokensOut
 from pd_connectors.protocol.messages import SampledToken
@@ -25,7 +27,7 @@ def test_a_short_soak_holds() -> None:
         async_scheduling="on",
     )  # fmt: skip
     soak(options, lines.append)
-    found = re.search(r"(\d+) requests, (\d+) tokens, .* (\d+) swaps, (\d+) recomputations", lines[-1])
+    found = re.search(r"(\d+) requests, (\d+) tokens, .* (\d+) swaps, (\d+) recomputations", lines[-2])
     assert found is not None
     assert all(int(number) > 0 for number in found.groups())
 
@@ -122,3 +124,38 @@ def test_a_breach_is_the_exit_status(monkeypatch: pytest.MonkeyPatch, capsys: py
     monkeypatch.setattr("benchmarks.soak.soak", breach)
     assert main(["--seconds", "1", "--seed", "7"]) == 1
     assert capsys.readouterr().out == "BREACH: at seed 7\n"
+
+
+def samples_of(*resident_mb: float, num_blocks: int = 5) -> list[MemorySample]:
+    return [
+        MemorySample(60.0 * (at + 1), Footprint(0, 0, round(size * 1e6), num_blocks), 10 * at)
+        for at, size in enumerate(resident_mb)
+    ]
+
+
+def test_what_grows_after_warm_up_is_told() -> None:
+    """A line of 2 MB a minute, with noise of 1 MB, after four minutes that say nothing."""
+    curve = MemoryCurve(240.0)
+    curve.samples = samples_of(1, 400, 90, 7, *(100 + 2 * at + (-1) ** at for at in range(20)))
+    resident, blocks = curve.trends().values()
+    assert resident.num_samples == blocks.num_samples == 20
+    assert abs(resident.a_second * 60 - 2e6) < resident.bound * 60 < 0.2e6
+    assert (blocks.a_second, blocks.bound) == (0.0, 0.0)
+    assert "resident 119.0 MB in the mean of 20 samples, +119." in curve.text()
+    assert len(curve.fields["samples"]) == 24
+
+
+def test_a_trend_of_few_samples_has_no_bound() -> None:
+    assert Trend.of([(at, 3.0) for at in range(7)]).bound == inf
+    curve = MemoryCurve(1e9)
+    assert curve.fields["trends"]["resident_bytes"]["bound"] is None
+    assert "in the mean of 0 samples" in curve.text()
+
+
+def test_a_sample_has_its_columns() -> None:
+    sample = MemorySample(60.4, Footprint(0, 0, 3_000_000, 7, 2_000_000), 5, 4, 3, 2)
+    assert dict(zip(ROW, sample.row, strict=True)) == {
+        "s": 60, "requests": 5, "resident MB": 3.0, "heap MB": 2.0, "Python's blocks": 7, "cached": 4, "saved": 3,
+        "loaded": 2,
+    }  # fmt: skip
+    assert Footprint.now().heap_bytes > 1 << 20

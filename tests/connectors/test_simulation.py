@@ -157,4 +157,5 @@ def test_the_schedules_reach_every_outcome() -> None:
         outcomes.update(simulation.failures)
         num_done += simulation.num_done
     assert num_done > 20
-    assert outcomes >= set(LoadFailure) - {LoadFailure.REJECTED, LoadFailure.NOT_CONFIRMED, LoadFailure.DEADLINE}
+    rare = {LoadFailure.REJECTED, LoadFailure.NOT_CONFIRMED, LoadFailure.DEADLINE}
+    assert outcomes >= set(LoadFailure) - rare - {LoadFailure.NO_ROOM}  # an engine gives up, the connector is told

@@ -12,6 +12,7 @@ import pytest
 from pd_cluster.engine.core import PAUSE_S, EngineCore
 from pd_cluster.protocol.messages import AddRequest, ResetCache, SetRole, SilenceAllowed, StartProfile, StopProfile
 from pd_cluster.protocol.sampling_params import SamplingParams
+from pd_cluster.scheduling.host_tier import HOST_GB_S
 from pd_cluster.scheduling.step_model import StepModel, StepWork
 from pd_cluster.scheduling.targets import AIM, KEPT_GAP_S, Targets
 from pd_cluster.worker.device_executor import DeviceExecutor
@@ -144,3 +145,17 @@ def test_prompts_of_a_prefill_node_come_before_its_streams(bench: Bench) -> None
         is_prefill = role == "prefill"
         assert core._step_budget.targets == (Targets(itl_s=targets.itl_s) if is_prefill else targets), role
         assert core._room.prompts_first == is_prefill
+
+
+@pytest.mark.parametrize(("policy", "may"), [("any", True), ("local", True), ("remote", False), ("fail", False)])
+def test_a_load_is_given_up_only_where_this_node_may_compute_it(bench: Bench, policy: str, may: bool) -> None:
+    config = replace(CONFIG, handoff=replace(CONFIG.handoff, on_load_failure=policy))
+    core = EngineCore(config, bench.core._executor, bench.core._connector, FakeMailbox())
+    assert core._transfers._may_give_up == may
+
+
+def test_the_link_that_was_measured_prices_loads(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    executor, connector = bench.core._executor, bench.core._connector
+    assert bench.core._blocks.host.gb_s == HOST_GB_S, "a CPU has no link"
+    monkeypatch.setattr(executor, "host_gb_s", 10.6)
+    assert EngineCore(CONFIG, executor, connector, FakeMailbox())._blocks.host.gb_s == pytest.approx(5.0)

@@ -65,6 +65,7 @@ class LoadFailure(StrEnum):
     LEASE_ENDED = "lease_ended"  # P released, expired or aborted it
     READ_FAILED = "read_failed"  # the transport reported an error
     NOT_CONFIRMED = "not_confirmed"  # P could not vouch for the bytes after the last read
+    NO_ROOM = "no_room"  # what this node lends is what its load wants, and that did not change
     DEADLINE = "deadline"  # the load's own deadline passed
     CANCELLED = "cancelled"  # this side asked for it
 
