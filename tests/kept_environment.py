@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
 
 @contextmanager
@@ -17,13 +17,23 @@ def kept_environment() -> Iterator[None]:
     A group of ranks sets its interface, torch the place of its compiler's cache. A command in an environment other than
     the fork server's is executed: it takes ten times as long, and its hook is not called.
     """
-    before = dict(os.environ)
+    before = _raw().copy()
     try:
         yield
     finally:
-        # Only what changed: threads of libraries may read the others meanwhile
-        for name in [name for name in os.environ if name not in before]:
-            del os.environ[name]
-        for name, value in before.items():
-            if os.environ.get(name) != value:
-                os.environ[name] = value
+        if _raw() != before:
+            _restore(before)
+
+
+def _raw() -> dict[bytes, bytes]:
+    """The bytes that `os.environ` keeps: to decode all of them took a sixth of what surrounds each test."""
+    return os.environ._data  # type: ignore[attr-defined,no-any-return]
+
+
+def _restore(before: Mapping[bytes, bytes]) -> None:
+    """Only what changed: threads of libraries may read the others meanwhile."""
+    for name in [name for name in os.environb if name not in before]:
+        del os.environb[name]
+    for name, value in before.items():
+        if os.environb.get(name) != value:
+            os.environb[name] = value

@@ -9,11 +9,12 @@ import signal
 import socket
 import sys
 from contextlib import ExitStack, contextmanager
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from types import ModuleType
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
@@ -24,13 +25,14 @@ class ProcessSetting(NamedTuple):
     read: Callable[[], Any]
     restore: Callable[[Any], object]
 
-    def restore_if_other(self, value: Any) -> None:
-        if self.read() != value:
-            self.restore(value)
-
 
 def settings() -> list[ProcessSetting]:
     """All but the working directory, which may have been removed and then has no name."""
+    return _settings(sys.modules.get("torch"))
+
+
+@cache
+def _settings(torch: ModuleType | None) -> list[ProcessSetting]:
     found = [
         ProcessSetting(gc.isenabled, lambda is_on: gc.enable() if is_on else gc.disable()),
         ProcessSetting(gc.get_threshold, lambda thresholds: gc.set_threshold(*thresholds)),
@@ -40,7 +42,7 @@ def settings() -> list[ProcessSetting]:
         ProcessSetting(lambda: logging.root.level, logging.root.setLevel),
     ]
     found += [ProcessSetting(partial(signal.getsignal, one), partial(signal.signal, one)) for one in SIGNALS]
-    if torch := sys.modules.get("torch"):
+    if torch:
         found += [
             ProcessSetting(torch.get_num_threads, torch.set_num_threads),
             ProcessSetting(torch.get_default_dtype, torch.set_default_dtype),
@@ -58,6 +60,10 @@ def kept_process() -> Iterator[None]:
         folder = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         kept.callback(os.close, folder)
         kept.callback(os.fchdir, folder)
-        for setting in settings():
-            kept.callback(setting.restore_if_other, setting.read())
-        yield
+        before = [(setting, setting.read()) for setting in settings()]
+        try:
+            yield
+        finally:
+            for setting, value in before:
+                if setting.read() != value:
+                    kept.callback(setting.restore, value)

@@ -30,6 +30,7 @@ assert not libraries.fds
 """
 
 
+@pytest.mark.long
 def test_a_process_and_its_children_find_the_libraries_under_their_own_names() -> None:
     environment = {**os.environ, "PYTHONPATH": SOURCES}
     run = subprocess.run(

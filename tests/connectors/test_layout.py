@@ -151,6 +151,7 @@ def read_by(group: KVGroup, position: int) -> set[int]:
     return {token // group.block_size for token in tokens}
 
 
+@pytest.mark.long
 @given(GROUPS, st.integers(0, 400), st.integers(0, 300))
 def test_no_token_reads_a_dead_block(group: KVGroup, position: int, later: int) -> None:
     first = group.first_block(position)
@@ -159,6 +160,7 @@ def test_no_token_reads_a_dead_block(group: KVGroup, position: int, later: int) 
         assert min(read_by(group, position)) == first, "and none is kept for nothing"
 
 
+@pytest.mark.long
 @given(GROUPS, st.integers(1, 400), st.data())
 def test_what_is_handed_over_only_grows(group: KVGroup, num_tokens: int, data: st.DataObject) -> None:
     """And begins at the same block, whatever is computed. At its end a reader has what the next token reads."""

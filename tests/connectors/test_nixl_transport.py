@@ -220,6 +220,7 @@ def inboxes() -> dict[str, queue.Queue[Any]]:
     return {"nixl": transport._calls, "ranks": RankedTransport(transport, full_layout())._inbox}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["nixl", "ranks"])
 def test_a_thread_that_is_late_looks_at_reads_again(name: str) -> None:
     """Its wait ends though its time is over before it begins. One for ever held a warm-up until the next call.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from math import lcm
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -21,6 +22,7 @@ def group(shape: tuple[int, ...]) -> KVGroup:
 LAYOUT = st.builds(lambda shapes: BlockLayout(tuple(map(group, shapes))), st.lists(SHAPES, min_size=2, max_size=3))
 
 
+@pytest.mark.long
 @given(LAYOUT, st.integers(0, 1 << 32))
 def test_no_block_lies_beyond_the_memory_or_its_slab(layout: BlockLayout, num_bytes: int) -> None:
     slabs = KvSlabs.in_bytes(layout, num_bytes)
@@ -34,6 +36,7 @@ def test_no_block_lies_beyond_the_memory_or_its_slab(layout: BlockLayout, num_by
         assert slabs.num_blocks(index) == slabs.num_slabs * count
 
 
+@pytest.mark.long
 @given(LAYOUT)
 def test_little_of_a_slab_is_wasted(layout: BlockLayout) -> None:
     """Or the slab is as large as slabs may be looked for, and none is better."""
@@ -52,12 +55,14 @@ def test_the_slabs_of_a_known_model() -> None:
     assert 26 * full.block_bytes == 5 * window.block_bytes == slabs.slab_bytes
 
 
+@pytest.mark.long
 @given(LAYOUT, st.integers(1, 1000))
 def test_so_many_blocks_of_every_group_fit_at_once(layout: BlockLayout, num_blocks: int) -> None:
     slabs = KvSlabs.of_blocks(layout, num_blocks)
     assert sum(-(-num_blocks // count) for count in slabs.per_slab) == slabs.num_slabs
 
 
+@pytest.mark.long
 @given(st.integers(1, 4), st.integers(0, 1000), st.sampled_from((1, 2, 4)))
 def test_one_group_has_all_memory_without_gaps(heads: int, num_blocks: int, tp_size: int) -> None:
     layout = over(full_layout(num_kv_heads=4 * heads), tp_size)

@@ -112,6 +112,7 @@ def test_copies_of_a_trace_share_no_text_and_are_as_dense_as_their_number() -> N
     assert ([*rows], comparisons(rows)) == ([(COST, 1)], {})
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("at_once", [0, 4])
 def test_conversations_are_held_by_their_seed(at_once: int) -> None:
     plan = TurnsPlan(num_conversations=6, num_turns=Length(2, 4), at_once=at_once, rate=0.2)

@@ -72,6 +72,7 @@ def test_the_price_of_loads_beside_streams_is_that_of_the_steps_that_they_need(s
     blocks.check()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kv", [ONE_FULL, FULL_WINDOW])
 @pytest.mark.parametrize("num", [8, 32])
 def test_beside_streams_a_step_saves_in_all_groups_what_its_prompts_evict(kv: GroupSet, num: int) -> None:

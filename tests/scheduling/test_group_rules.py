@@ -50,6 +50,7 @@ def fill(blocks: BlockManager, rng: random.Random) -> list[BlockTable]:
     return tables
 
 
+@pytest.mark.long
 @QUICK
 @given(st.sampled_from(SEVERAL), st.integers(2, 9), st.randoms(use_true_random=False))
 def test_there_is_room_exactly_when_taking_succeeds(name: str, num_slabs: int, rng: random.Random) -> None:
@@ -67,6 +68,7 @@ def test_there_is_room_exactly_when_taking_succeeds(name: str, num_slabs: int, r
         blocks._memory.check()
 
 
+@pytest.mark.long
 @QUICK
 @given(st.sampled_from(SEVERAL), st.integers(2, 9), st.randoms(use_true_random=False))
 def test_no_block_is_evicted_in_a_slab_that_stays_another_groups(name: str, num_slabs: int, rng: random.Random) -> None:
@@ -240,6 +242,7 @@ def test_a_copy_of_what_is_cached_and_unused_takes_its_place_but_in_a_lone_tree(
     blocks.check()
 
 
+@pytest.mark.long
 @QUICK
 @given(st.integers(1, 4 * BLOCK_SIZE), st.integers(1, 6), st.integers(0, BLOCK_SIZE - 1))
 def test_a_pin_begins_early_enough_when_its_limit_falls(window: int, num_whole: int, rest: int) -> None:

@@ -140,7 +140,7 @@ def walks(kv: str, seeds: range) -> None:
     assert bool(totals["victims"]) == (len(SETS[kv].kinds) == 1), "groups that share memory have no victims"
 
 
-@pytest.mark.long_cases
+@pytest.mark.long
 @pytest.mark.parametrize("kv", SETS)
 def test_no_order_of_side_copies_changes_a_token(kv: str) -> None:
     walks(kv, range(4))

@@ -42,6 +42,7 @@ def offered(lookup: Lookup, most: int = 4, num_ahead: int = 0) -> list[int]:
     return [*tokens]
 
 
+@pytest.mark.long
 @given(FEW, st.integers(0, 3), st.integers(0, 3))
 def test_indexes_find_the_newest_places_of_a_pair(tokens: list[int], first: int, second: int) -> None:
     assert TokenIndex(tokens).places(first, second) == places_of(tokens, first, second)[:NUM_TRIED]

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 REPEATED = [*range(20)] * 2
 
 
+@pytest.mark.long
 def test_a_prompt_of_60000_tokens_costs_no_step_more_than_a_piece(monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside 16 streams. Its index is made by the pool, in pieces; what a step does is counted in tokens."""
     pool, taken, made, freed = LaterPool(), list[int](), list[int](), list[int]()
@@ -331,6 +332,7 @@ def test_targets_bound_steps_with_drafts() -> None:
     world.take(world.scheduler.abort(request))
 
 
+@pytest.mark.long
 def test_the_real_drafter_in_a_scheduler() -> None:
     """Sequences that come, wait, are preempted and end: what they generate is right, and nothing of them is kept."""
     world = World(drafts=True, num_blocks=14, num_host_blocks=4)

@@ -205,6 +205,7 @@ class RandomOffers(TokenDrafter):
         return DraftOffer([token] * num, chances, trust=draw.choice([1.0, 0.1]))
 
 
+@pytest.mark.long_cases
 @pytest.mark.parametrize("seed", range(12))
 def test_a_stream_of_which_no_draft_is_right_waits_for_what_it_has_earned(seed: int) -> None:
     """At every token, whatever is offered for it: one with a useless draft once paid 0.7 steps at every step."""

@@ -114,6 +114,7 @@ def test_a_prompt_that_ends_is_not_cut_for_the_sake_of_a_size() -> None:
     assert PrefillBudget.beside(30, 2048, 162, KEYS).take(0, 110) == 110
 
 
+@pytest.mark.long
 @given(st.lists(st.tuples(STARTS, LENGTHS), min_size=1, max_size=5), st.integers(1, 4096))
 def test_without_a_limit_position_costs_nothing(prompts: list[tuple[int, int]], room: int) -> None:
     given_out = sum(count for _, count in chunks_of(PrefillBudget.whole(room), prompts))

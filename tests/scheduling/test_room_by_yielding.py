@@ -87,6 +87,7 @@ def full_of_decodes(kv: GroupSet, num_blocks: int) -> World:
     return world
 
 
+@pytest.mark.long
 def test_one_victim_is_looked_at_when_it_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     world = full_of_decodes(GroupSet(((FULL, 0), (WINDOW, 8)), (4, 4)), 3 * NUM_SEQS // 2)
     asked = Asked(world.blocks, monkeypatch)
@@ -108,6 +109,7 @@ def test_blocks_that_make_no_room_are_looked_at_once_in_a_step(monkeypatch: pyte
     assert asked.num_tables == NUM_SEQS - 2, "not again for each of the other sequences"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kv", [ONE_FULL, GroupSet(((FULL, 0), (WINDOW, 1)), (2, 3))])
 def test_room_is_not_asked_for_again_with_each_victim_that_runs(kv: GroupSet, monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(kv=kv, num_blocks=2 * NUM_SEQS, max_num_seqs=NUM_SEQS + 1, max_num_batched_tokens=400, depth=2)

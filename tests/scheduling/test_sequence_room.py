@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -24,6 +25,7 @@ ANY_GROUP = st.builds(group, st.sampled_from([KVKind.FULL, KVKind.LATENT]), LAYE
 )
 
 
+@pytest.mark.long
 @given(ANY_GROUP, st.integers(1, 200))
 def test_a_decoding_sequence_holds_what_is_read_later(one: KVGroup, num_tokens: int) -> None:
     first_read = max(0, num_tokens - one.window + 1) if one.window else 0
@@ -43,6 +45,7 @@ def can_be_put(groups: list[KVGroup], slabs: KvSlabs, num_tokens: int) -> bool:
     return num_left >= 0
 
 
+@pytest.mark.long
 @given(st.lists(ANY_GROUP, min_size=1, max_size=3), st.integers(1, 20))
 def test_the_longest_sequence_that_fits_is_the_longest_that_can_be_put_into_slabs(
     groups: list[KVGroup], num_blocks: int

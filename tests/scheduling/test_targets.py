@@ -203,6 +203,7 @@ def test_far_streams_leave_fresh_prompts_no_less_than_usual_ones_on_any_device(n
     assert far >= usual
 
 
+@pytest.mark.long
 def test_what_far_streams_leave_goes_by_steps_of_late() -> None:
     """At start a step of 96 tokens said what a key costs, and in steps of 512 it is two thirds of that."""
     model = StepModel(steps_at_start(DEVICES["8b", 1]))

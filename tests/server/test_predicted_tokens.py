@@ -78,12 +78,14 @@ def test_it_is_what_the_rule_says_in_whatever_pieces_the_answer_comes(
     assert one.num_accepted + one.num_rejected == len(prediction)
 
 
+@pytest.mark.long
 @given(prediction=few, more=few)
 def test_a_prediction_that_the_answer_begins_with_is_accepted_whole(prediction: list[int], more: list[int]) -> None:
     assert followed(prediction, [*prediction, *more]).num_rejected == 0
     assert followed([*prediction, *more], prediction).num_accepted == len(prediction)
 
 
+@pytest.mark.long
 @given(prediction=few, first=few, second=few)
 def test_answers_to_one_request_are_counted_apart(prediction: list[int], first: list[int], second: list[int]) -> None:
     predicted = PredictedTokens(prediction)

@@ -329,6 +329,7 @@ FOREIGN: list[tuple[str, str, list[tuple[str, Any]], str]] = [
 ]
 
 
+@pytest.mark.long_cases
 @pytest.mark.parametrize(("name", "text", "calls", "content"), FOREIGN)
 def test_answers_that_others_have_seen(name: str, text: str, calls: list[tuple[str, Any]], content: str) -> None:
     for tokens in (False, True):

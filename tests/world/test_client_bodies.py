@@ -5,10 +5,11 @@ A third of them runs in each `make test`; the others are slow. Whole clusters ha
 
 from __future__ import annotations
 
+import contextlib
 import json
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import httpx
 import pytest
@@ -20,6 +21,9 @@ from pd_cluster.server.state import NodeState
 from tests.server.fake_engine import FakeEngine, says
 from tests.world.bodies import FOLDER, MARK, client_specs, marks, prose
 from tests.world.shown import not_shown
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 pytestmark = pytest.mark.anyio
 
@@ -72,10 +76,16 @@ class Bodies:
         prompt = await self._state.tokenizer.decode(ids, skip_special=False)
         return Sent(body, answer.status_code, answer.text, answer.headers.get(IGNORED, ""), prompt, ids)
 
+    def close(self) -> None:
+        """The app's lifespan does not run. A body with a schema has started the process that checks grammars."""
+        self._state.grammar_checks.close()
+        self._state.tokenizer.close()
+
 
 @pytest.fixture(scope="module")
-def bodies() -> Bodies:
-    return Bodies()
+def bodies() -> Iterator[Bodies]:
+    with contextlib.closing(Bodies()) as bodies:
+        yield bodies
 
 
 @pytest.mark.parametrize(("client", "request_name"), ALL)
