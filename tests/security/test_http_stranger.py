@@ -67,14 +67,22 @@ async def test_requests_that_are_slow() -> None:
 
 
 async def flood(target: Target, first: bytes, piece: bytes, num_bytes: int) -> bytes:
-    """The answer to `first` and then `piece` again and again."""
+    """The answer to `first` and then `piece` again and again, until it comes.
+
+    It is read meanwhile: a server waits 2 s for a client that goes on sending, and one on a busy machine took longer.
+    """
     stranger = await target.connect()
+    answer = asyncio.create_task(stranger.end())
+    pieces = piece * (8192 // len(piece))
     with contextlib.suppress(ConnectionError):
         await stranger.send(first)
-        for _ in range(num_bytes // len(piece)):
-            await stranger.send(piece)
+        for _ in range(num_bytes // len(pieces)):
+            if answer.done():
+                break
+            await stranger.send(pieces)
+            await asyncio.sleep(0)  # the answer is read
     try:
-        return await stranger.end()
+        return await answer
     finally:
         stranger.close()
 
