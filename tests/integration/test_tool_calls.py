@@ -6,22 +6,30 @@ What the decode node answers alone is what P and D answer together.
 from __future__ import annotations
 
 import json
+import re
 from itertools import product
 from typing import TYPE_CHECKING, Any, Literal
 
 import openai
 import pydantic
 import pytest
+from transformers import AutoTokenizer
 
+import pd_cluster
+from pd_cluster.server.tools.known_formats import FORMATS
 from tests.integration.system import Path, System, running_system
+from tests.server.test_template_parser import written
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from pd_cluster.server.tools.tool_format import ToolFormat
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 pytest.importorskip("llguidance")
 
 TIMEOUT_S = 60.0
+TOOL_MODEL = f"{pd_cluster.__path__[0]}/tool_model"
 CITIES = ["Paris", "Oslo"]  # the second is none of the training
 RESULT = "sunny, 21 degrees"
 
@@ -214,6 +222,42 @@ def test_calls_with_texts_and_lists_of_tags(name: str) -> None:
     assert all(len(answers) == len(Path) for answers in found.values()), found
     given = [arguments for answers in found.values() for _, arguments in answers[0]]
     assert all(one["t"] in texts and set(one["l"]) <= set(tags) for one in given)
+
+
+def spelled(form: ToolFormat, text: str) -> str:
+    """The grammar that allows this text only, with the format's markers as the tool model's tokens if it has them."""
+    known = AutoTokenizer.from_pretrained(TOOL_MODEL).get_vocab()
+    marks = [re.escape(token) for token in form.tokens if token in known]
+    pieces = re.split(f"({'|'.join(marks)})", text) if marks else [text]
+    return "start: " + " ".join(one if one in known and one in form.tokens else json.dumps(one) for one in pieces if one)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["glm45", "glm47", "minimax_m2", "kimi_k2"])
+def test_text_around_several_calls_and_their_cuts(name: str) -> None:
+    """A grammar holds the answer to one text. Whole and cut anywhere, both orders and a single node tell it alike."""
+    form = FORMATS[name]
+    wanted = [("note", {"text": "a b"}), ("stop", {}), ("note", {"text": "é\n<x>", "list": [1, {"a": None}]})]
+    given = {"type": "object", "properties": {"text": {"type": "string"}, "list": {"type": "array"}}}
+    tools = [{"type": "function", "function": {"name": one, "parameters": given}} for one in ("note", "stop")]
+    text = written(form, wanted, before="Let me see.") + " Done."
+    found: dict[tuple[bool, int], list[Any]] = {}
+    with running_system("--model=tool_model", f"--tool-format={name}") as system:
+        for path, stream, most in product(Path, (False, True), (400, *range(9, 90, 16))):
+            body = {"structured_outputs": {"grammar": spelled(form, text)}}
+            with client_of(system, path) as client:
+                one = ask(client, "Hello", tools=tools, stream=stream, max_tokens=most, extra_body=body).choices[0]
+            calls = [(call.function.name, call.function.arguments) for call in one.message.tool_calls or []]
+            found.setdefault((stream, most), []).append((one.finish_reason, one.message.content, calls))
+    assert all(answers == [answers[0]] * len(Path) for answers in found.values()), found
+    for stream in (False, True):
+        reason, content, calls = found[stream, 400][0]
+        assert reason == "tool_calls"
+        assert content.split() == ["Let", "me", "see.", "Done."]
+        assert [(called, json.loads(told)) for called, told in calls] == wanted
+    cut = [answers[0] for (_, most), answers in found.items() if most < 90]
+    assert {reason for reason, _, _ in cut} >= {"length"}
+    assert {len(calls) for _, _, calls in cut} >= {0, 1}
 
 
 def test_refusals(client: Any) -> None:
