@@ -96,7 +96,8 @@ class HopperPrefill:
         scale: float,
         sinks: torch.Tensor | None = None,
     ) -> None:
-        """See triton_prefill.prefill_attention. Raises AssertionError for unaligned caches."""
+        """See triton_prefill.prefill_attention. Raises AssertionError for unaligned caches, and for other sinks."""
+        assert (None if sinks is None else sinks.dtype) == (torch.float32 if self.has_sinks else None)
         from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
         layout, pieces = _layouts(self.has_fp8_cache)

@@ -241,6 +241,8 @@ def _read_ropes(reader: ConfigReader, rules: ConfigRules, max_len: int) -> tuple
     full = _read_rope(reader, field, settings, theta, max_len)
     if rules.window_rope_theta is None:
         return full, None
+    # By which frequencies such a model was trained is not known: transformers looks for the setting elsewhere
+    reader.refuse(field, full.kind == "yarn" and not full.truncate, "YaRN of a layer type has `truncate` true")
     local_theta = reader.number("rope_local_base_freq", rules.window_rope_theta)
     of_window = reader.within("rope_parameters", reader.object("rope_parameters")).object("sliding_attention")
     window = _read_rope(reader, "rope_parameters", of_window, local_theta, max_len)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection
+from typing import TYPE_CHECKING
 
 import torch
 from triton import knobs
 
 from pd_kernels.hopper_prefill import HopperPrefill
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
 
 
 def compile_prefill(options: Collection[str]) -> str:

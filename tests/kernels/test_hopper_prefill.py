@@ -65,6 +65,29 @@ def test_large_tiles_are_taken(tiling: PrefillTiling, spare: int, taken: bool) -
     assert PREFILL.takes(query, tiling) == taken
 
 
+def test_large_tiles_get_the_sinks_of_their_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[object] = []
+    monkeypatch.setattr(HopperPrefill, "launch", lambda prefill, *arguments: given.append(arguments[-1]))
+    paged = sunk(make_paged(Shape(64, 8, 64, 64, (200,), (200,), 0), torch.bfloat16))
+    prefill = HopperPrefill.of(attention_shape(paged))
+    attention = replace(TritonAttention.of(attention_shape(paged), DEVICE, prefill), prefill=LARGE)
+    paged = on_device(paged)
+    for sinks in (paged.sinks, None):
+        attention.plan(paged.packed).run(paged.query, paged.cache, 1.0, None, sinks)
+    assert given[0] is paged.sinks
+    assert given[1] is None
+
+
+@pytest.mark.parametrize("sinks", [None, torch.zeros(64, dtype=torch.bfloat16)])
+def test_a_kernel_with_sinks_needs_them_in_float32(sinks: torch.Tensor | None) -> None:
+    paged = make_paged(Shape(64, 8, 64, 64, (200,), (200,), 0), torch.bfloat16)
+    given = paged.query, paged.cache, paged.packed, torch.zeros(2, 1), paged.query, 1.0
+    with pytest.raises(AssertionError):
+        HopperPrefill(8, 8, 64, 64, torch.bfloat16, has_sinks=True).launch(*given, sinks)
+    with pytest.raises(AssertionError):
+        HopperPrefill(8, 8, 64, 64, torch.bfloat16).launch(*given, torch.zeros(64))
+
+
 @pytest.mark.parametrize(("num_tokens", "num_keys", "rows"), [(352, 352, 64), (384, 384, 128), (512, 8512, 128)])
 def test_one_large_tile_a_processor_is_enough(num_tokens: int, num_keys: int, rows: int) -> None:
     """For 32 heads of 128 on an H200, by measurement; nor are its keys shared."""

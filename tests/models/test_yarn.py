@@ -163,6 +163,15 @@ def test_the_layers_of_gemma_with_full_attention_have_the_longer_context() -> No
         assert (spec.max_len, spec.rope.kind, spec.window_rope.kind) == (524288, "yarn", "default")
 
 
+@pytest.mark.parametrize("truncate", [False, None])
+def test_yarn_of_a_layer_type_that_is_not_truncated_is_refused(truncate: bool | None) -> None:
+    """transformers 5.23 reads the setting beside the layer types: it computes with true."""
+    yarn = {**YARN, "truncate": truncate}
+    for rope in ({"rope_parameters": {**GEMMA3_ROPE, "full_attention": yarn}}, {"rope_scaling": yarn}):
+        with pytest.raises(StartupError, match="YaRN of a layer type has `truncate` true"):
+            resolve_spec(HERE, {**GEMMA, **rope})
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
