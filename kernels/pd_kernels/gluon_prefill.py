@@ -109,9 +109,9 @@ def _walk(
 
 @gluon.jit
 def _add_sink(sinks, first_head, row, top, total, GROUP: gl.constexpr):
-    """The sums of weights with one more key, without a value, whose score is the head's sink.
+    """The sums of weights with one more key, without a value: its score is the head's sink.
 
-    Far above the highest score its weight is infinite, and the row's mean 0.
+    Far above the highest score the weight is infinite, and the row's mean 0.
     """
     return total + gl.exp2(gl.load(sinks + first_head + row % GROUP) * _LOG2_E - top)
 

@@ -225,14 +225,17 @@ def test_calls_with_texts_and_lists_of_tags(name: str) -> None:
     assert all(one["t"] in texts and set(one["l"]) <= set(tags) for one in given)
 
 
-def spelled(form: ToolFormat, text: str) -> str:
-    """The grammar that allows this text only, with the format's markers as the tool model's tokens if it has them."""
-    known = AutoTokenizer.from_pretrained(TOOL_MODEL).get_vocab()
-    marks = [re.escape(token) for token in form.tokens if token in known]
-    pieces = re.split(f"({'|'.join(marks)})", text) if marks else [text]
-    return "start: " + " ".join(
-        one if one in known and one in form.tokens else json.dumps(one) for one in pieces if one
-    )
+def spelled(form: ToolFormat, text: str) -> dict[str, Any]:
+    """Fields that hold an answer to this text, with the format's markers as the tool model's tokens if it has them.
+
+    Where tools may be called the grammar allows calls in place of the text, so the text's beginning is made likely.
+    """
+    vocabulary = AutoTokenizer.from_pretrained(TOOL_MODEL).get_vocab()
+    marks = [token for token in form.tokens if token in vocabulary]
+    pieces = re.split(f"({'|'.join(map(re.escape, marks))})", text) if marks else [text]
+    grammar = "start: " + " ".join(one if one in marks else json.dumps(one) for one in pieces if one)
+    likely = {str(number): 100 for token, number in vocabulary.items() if text.startswith(token)}
+    return {"structured_outputs": {"grammar": grammar}, "logit_bias": likely}
 
 
 @pytest.mark.slow
