@@ -18,7 +18,7 @@ from pd_cluster.models.registry import ARCHITECTURES
 from pd_cluster.server.bodies.fields import REFUSED
 from pd_cluster.server.bodies.schema import ChatBody, CompletionBody
 from pd_cluster.server.grammar.grammar_source import SYNONYMS
-from pd_cluster.server.tools.tool_format import FORMATS
+from pd_cluster.server.tools.known_formats import FORMATS
 from pd_connectors.registry import CONNECTORS, PACKAGES
 from pd_http.endpoints import ENDPOINTS
 from pd_router.config import RouterConfig

@@ -26,6 +26,7 @@ from pd_kernels.gluon_ring import KEYS, STAGES, WARPGROUP_ROWS, produce, produce
 
 _HIDDEN = gl.constexpr(-1e30)  # score of a key that a row does not see
 _LOWEST = gl.constexpr(-1e15)  # least maximum of scores; above _HIDDEN, so that hidden keys weigh 0 in every row
+_LOG2_E = gl.constexpr(1.4426950408889634)
 
 
 @gluon.jit
@@ -107,6 +108,15 @@ def _walk(
 
 
 @gluon.jit
+def _add_sink(sinks, first_head, row, top, total, GROUP: gl.constexpr):
+    """The sums of weights with one more key, without a value: its score is the head's sink.
+
+    Far above the highest score the weight is infinite, and the row's mean 0.
+    """
+    return total + gl.exp2(gl.load(sinks + first_head + row % GROUP) * _LOG2_E - top)
+
+
+@gluon.jit
 def _store(
     sums, total, buffer, out, head, query_row, left, NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr,
     SIZE: gl.constexpr, WARPGROUP: gl.constexpr,
@@ -124,7 +134,7 @@ def _store(
 
 @gluon.jit
 def _consume(
-    out, scale, work, buffers, barriers, NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, SIZE: gl.constexpr,
+    out, sinks, scale, work, buffers, barriers, NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, SIZE: gl.constexpr,
     WARPGROUP: gl.constexpr,
 ):  # fmt: skip
     q_buffers, k_ring, v_ring, out_buffers = buffers
@@ -165,6 +175,8 @@ def _consume(
         mbarrier.arrive(q_empty.index(WARPGROUP), count=1)
         mbarrier.wait(v_full.index(at % STAGES), at // STAGES & 1)
         sums, operand = _add_values(weights, shrink, sums, v_ring, at % STAGES)
+        if sinks is not None:
+            total = _add_sink(sinks, head * GROUP, row, top, total, GROUP)
         turn += 1  # loads the next tile's numbers during this product
         next_head, _seq, next_row, next_left, low, _length, num_steps = tile_of(turn, work, NUM_KV_HEADS, GROUP)
         sums, operand = warpgroup_mma_wait(0, deps=[sums, operand])
@@ -187,13 +199,14 @@ def _barriers(NUM: gl.constexpr, COUNT: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["num_tiles", "table_stride"])
 def gluon_prefill_kernel(
-    query_tiles, key_tiles, value_tiles, out, block_tables, query_starts, seq_lens, tiles, num_tiles, table_stride,
-    scale, NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, SIZE: gl.constexpr,
+    query_tiles, key_tiles, value_tiles, out, sinks, block_tables, query_starts, seq_lens, tiles, num_tiles,
+    table_stride, scale, NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, SIZE: gl.constexpr,
     BLOCK_SIZE: gl.constexpr,
 ):  # fmt: skip
     """Prefill attention of large tiles. The kernel is launched with four warps and starts eight more.
 
-    `scale` is for scores to the base 2. The other arguments are those of Triton's kernel.
+    `scale` is for scores to the base 2; `sinks` are to the base e, None: there are none. The other arguments are those
+    of Triton's kernel.
     """
     dtype: gl.constexpr = out.dtype.element_ty
     layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
@@ -219,8 +232,8 @@ def gluon_prefill_kernel(
         copied = gl.allocate_shared_memory(gl.float8e4nv, [2, KEYS, SIZE], gl.NVMMASharedLayout(64, 8, rank=2))
     gl.warp_specialize(
         [
-            (_consume, (out, scale, work, buffers, barriers, NUM_KV_HEADS, GROUP, SIZE, 0)),
-            (_consume, (out, scale, work, buffers, barriers, NUM_KV_HEADS, GROUP, SIZE, 1)),
+            (_consume, (out, sinks, scale, work, buffers, barriers, NUM_KV_HEADS, GROUP, SIZE, 0)),
+            (_consume, (out, sinks, scale, work, buffers, barriers, NUM_KV_HEADS, GROUP, SIZE, 1)),
             (
                 produce_widened if IS_FP8 else produce,
                 (given, work, buffers, barriers, copied, NUM_KV_HEADS, GROUP, SIZE, BLOCK_SIZE),

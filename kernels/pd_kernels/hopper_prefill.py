@@ -38,6 +38,7 @@ class HopperPrefill:
     block_size: int
     dtype: torch.dtype
     has_fp8_cache: bool = False
+    has_sinks: bool = False
 
     @classmethod
     def of(cls, shape: AttentionShape) -> HopperPrefill:
@@ -49,6 +50,7 @@ class HopperPrefill:
             shape.block_size,
             shape.dtype,
             shape.has_fp8_cache,
+            shape.has_sinks,
         )
 
     def takes(self, query: torch.Tensor, tiling: PrefillTiling) -> bool:
@@ -71,12 +73,14 @@ class HopperPrefill:
             "query_tiles": f"tensordesc<{element}{self._query_block},{layout!r}>",
             **dict.fromkeys(("key_tiles", "value_tiles"), f"tensordesc<{cached}{[1, 1, _PIECE, _PIECE]},{pieces!r}>"),
             "out": f"*{element}",
+            "sinks": "*fp32" if self.has_sinks else "constexpr",
             **dict.fromkeys(("block_tables", "query_starts", "seq_lens", "tiles"), "*i32"),
             **dict.fromkeys(("num_tiles", "table_stride"), "i32"),
             "scale": "fp32",
         }
-        constants = dict(zip(kernel.arg_names[-4:], self._constants, strict=True))
-        signature = {**types, **dict.fromkeys(constants, "constexpr")}
+        constants: dict[str, int | None] = dict(zip(kernel.arg_names[-4:], self._constants, strict=True))
+        constants |= {} if self.has_sinks else {"sinks": None}
+        signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
         aligned = {(kernel.arg_names.index("out"),): [["tt.divisibility", 16]]}
         source = GluonASTSource(kernel, signature, constants, aligned)
         options = {"num_warps": 4, "maxnreg": _MAX_REGISTERS}
@@ -90,8 +94,10 @@ class HopperPrefill:
         tiles: torch.Tensor,
         out: torch.Tensor,
         scale: float,
+        sinks: torch.Tensor | None = None,
     ) -> None:
-        """See triton_prefill.prefill_attention. Raises AssertionError for unaligned caches."""
+        """See triton_prefill.prefill_attention. Raises AssertionError for unaligned caches, and for other sinks."""
+        assert (None if sinks is None else sinks.dtype) == (torch.float32 if self.has_sinks else None)
         from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
         layout, pieces = _layouts(self.has_fp8_cache)
@@ -105,8 +111,8 @@ class HopperPrefill:
         assert kernel is not None, "a group without a compiled kernel is refused"
         num_programs = min(num_tiles * self.num_kv_heads, num_processors(query.device))
         kernel[(num_programs, 1, 1)](
-            queries, keys, values, out, packed.block_tables, packed.query_starts, packed.seq_lens, tiles, num_tiles,
-            packed.block_tables.stride(0), scale * _LOG2_E, *self._constants,
+            queries, keys, values, out, sinks, packed.block_tables, packed.query_starts, packed.seq_lens, tiles,
+            num_tiles, packed.block_tables.stride(0), scale * _LOG2_E, *self._constants,
         )  # fmt: skip
 
     @property

@@ -215,6 +215,7 @@ class LargeTiles(Protocol):
         tiles: torch.Tensor,
         out: torch.Tensor,
         scale: float,
+        sinks: torch.Tensor | None = None,
     ) -> None:
         """See `prefill_attention`."""
 
@@ -321,7 +322,7 @@ def prefill_attention(
     """
     tiling, tiles = plan.tiling, plan.tiles
     if plan.large_tiles is not None and plan.large_tiles.takes(query, tiling):
-        plan.large_tiles.launch(query, cache, packed, tiles, out, scale)
+        plan.large_tiles.launch(query, cache, packed, tiles, out, scale, sinks)
         return
     num_heads, size = query.shape[1:]
     key_cache, value_cache = cache

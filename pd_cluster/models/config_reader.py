@@ -22,6 +22,10 @@ class ConfigReader:
         self._config = config
         self._prefix = field and f"{field}."
 
+    def is_null(self, name: str) -> bool:
+        """Whether the field is there as null, where that means something else than its absence."""
+        return name in self._config and self._config[name] is None
+
     def optional(self, name: str, default: Any) -> Any:
         value = self._config.get(name)
         return default if value is None else value

@@ -69,6 +69,7 @@ class ConfigRules:
     activation: tuple[str, str] = ("hidden_act", "silu")  # name of the setting, and the only value that is served
     query_scalar: int | None = None  # default of `query_pre_attn_scalar`; None: scores are scaled by head_dim
     rope_theta: float = 10000.0  # default
+    rope: Mapping[str, Any] | None = None  # default of `rope_parameters`; None: plain RoPE
     default_window: int = 4096  # where `sliding_window` is not set; 0: none
     window_period: int = 6  # default of `sliding_window_pattern`
     has_sinks: bool = False
@@ -87,7 +88,12 @@ def read_spec(directory: Path, rules: ConfigRules, config: Mapping[str, Any]) ->
         reader.refuse(name, bool(config.get(name)), f"{what} not served")
     num_heads, hidden_size = reader.integer("num_attention_heads"), reader.integer("hidden_size")
     num_layers = reader.integer("num_hidden_layers")
-    num_kv_heads = reader.integer("num_key_value_heads", rules.num_kv_heads or num_heads)
+    # Here and for `head_dim` null is what Llama has without the setting, and no default of the model type
+    own_kv_heads, own_dim = (
+        None if reader.is_null(name) else value
+        for name, value in (("num_key_value_heads", rules.num_kv_heads), ("head_dim", rules.head_dim))
+    )
+    num_kv_heads = reader.integer("num_key_value_heads", own_kv_heads or num_heads)
     reader.refuse(
         "num_key_value_heads", num_heads % num_kv_heads != 0, f"{num_heads} heads cannot share {num_kv_heads}"
     )
@@ -97,7 +103,7 @@ def read_spec(directory: Path, rules: ConfigRules, config: Mapping[str, Any]) ->
     rope, window_rope = _read_ropes(reader, rules, max_len)
     if rules.window_rope_theta is None or rope.kind == "yarn":  # Gemma 3's `linear` is counted in its configs' context
         max_len = scaled_length(max_len, _rope_settings(reader, rules)[1])
-    head_dim = reader.integer("head_dim", rules.head_dim or hidden_size // num_heads)
+    head_dim = reader.integer("head_dim", own_dim or hidden_size // num_heads)
     quantization, experts = read_quantization(directory, config), _read_experts(reader, rules, num_layers)
     # MiniMax-M2's config names no dtype; what a float8 checkpoint does not quantize is bfloat16
     dtype = reader.optional("torch_dtype", "bfloat16" if quantization else "float32")
@@ -235,6 +241,8 @@ def _read_ropes(reader: ConfigReader, rules: ConfigRules, max_len: int) -> tuple
     full = _read_rope(reader, field, settings, theta, max_len)
     if rules.window_rope_theta is None:
         return full, None
+    # By which frequencies such a model was trained is not known: transformers looks for the setting elsewhere
+    reader.refuse(field, full.kind == "yarn" and not full.truncate, "YaRN of a layer type has `truncate` true")
     local_theta = reader.number("rope_local_base_freq", rules.window_rope_theta)
     of_window = reader.within("rope_parameters", reader.object("rope_parameters")).object("sliding_attention")
     window = _read_rope(reader, "rope_parameters", of_window, local_theta, max_len)
@@ -246,9 +254,11 @@ def _rope_settings(reader: ConfigReader, rules: ConfigRules) -> tuple[str, dict[
 
     Of two spellings (what transformers 5 saves, and the block of a model's card) the one counts that names a type;
     if none or both do, `rope_scaling`, as in transformers. Theta may be in the other one, where transformers loses it.
-    Raises StartupError if both name a type, and not the same.
+    Without both, those of the architecture. Raises StartupError if both name a type, and not the same.
     """
     old, new = (reader.object(field) for field in ("rope_scaling", "rope_parameters"))
+    if rules.rope is not None and not old and reader.optional("rope_parameters", None) is None:
+        new = dict(rules.rope)
     has_types = rules.window_rope_theta is not None
     for field, settings, is_nested in (("rope_scaling", old, False), ("rope_parameters", new, has_types)):
         nested = any(isinstance(value, dict) for value in settings.values())

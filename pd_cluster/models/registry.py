@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +30,7 @@ class Architecture:
 
     rules: ConfigRules
     family: str = "llama.Llama"  # module and class, imported late: the API process reads configs without torch
+    types: Mapping[str, ConfigRules] = field(default_factory=dict)  # `model_type`s that have other defaults
 
     def build(self) -> BuildModel:
         """The class of the family."""
@@ -102,10 +103,18 @@ _GPT_OSS = ConfigRules(
     has_sinks=True,
     norm_eps=1e-5,
     rope_theta=150000.0,
+    rope={
+        "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+        "original_max_position_embeddings": 4096,
+    },
     experts=ExpertsRules("intermediate_size", normalized=True, is_biased=True),
-)
+)  # fmt: skip
+_LLAMA_TYPES = {
+    "internlm3": ConfigRules(num_kv_heads=2, max_len=32768, head_dim=128, norm_eps=1e-5),
+    "iquestcoder": ConfigRules(num_kv_heads=8, max_len=131072, head_dim=128, norm_eps=1e-5),
+}
 ARCHITECTURES: dict[str, Architecture] = {
-    "LlamaForCausalLM": Architecture(ConfigRules()),
+    "LlamaForCausalLM": Architecture(ConfigRules(), types=_LLAMA_TYPES),
     "MistralForCausalLM": Architecture(
         ConfigRules(qkv_bias=False, out_bias=False, num_kv_heads=8, max_len=131072, windows=Windows.ALL)
     ),
@@ -135,7 +144,8 @@ def resolve_spec(directory: Path, config: Mapping[str, Any]) -> ModelSpec:
             f"{directory / 'config.json'}: architecture {named} is not served; "
             f"served are {', '.join([*ARCHITECTURES, *WRAPPERS])}"
         )
-    return read_spec(directory, ARCHITECTURES[architectures[0]].rules, config)
+    architecture = ARCHITECTURES[named]
+    return read_spec(directory, architecture.types.get(str(config.get("model_type")), architecture.rules), config)
 
 
 def choose_implementation(directory: Path, config: Mapping[str, Any], wanted: str) -> tuple[ModelSpec, str]:

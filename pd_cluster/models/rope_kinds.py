@@ -55,7 +55,7 @@ def _read_yarn(settings: ConfigReader, theta: float, max_len: int) -> RopeSpec:
         settings.number("beta_fast", max(32.0, slow), least=slow),
         original,
         settings.number("attention_factor", grown[0] / grown[1]),
-        settings.boolean("truncate", True),
+        not settings.is_null("truncate") and settings.boolean("truncate", True),  # null is false in transformers
     )
 
 

@@ -20,9 +20,9 @@ from pd_cluster.server.node.read_window import ReadWindow
 from pd_cluster.server.node.stream_version import settings_digest, stream_version
 from pd_cluster.server.params.sampling import SamplingDefaults
 from pd_cluster.server.text.tokenizer import Tokenizer
+from pd_cluster.server.tools.known_formats import find_format
 from pd_cluster.server.tools.output_parser import load_parser
 from pd_cluster.server.tools.template_parser import template_parser
-from pd_cluster.server.tools.tool_format import find_format
 from pd_connectors.protocol.keys import load_cluster_key
 from pd_http.body import longest_body
 from pd_http.body_turns import BodyTurns

@@ -6,22 +6,31 @@ What the decode node answers alone is what P and D answer together.
 from __future__ import annotations
 
 import json
+import re
 from itertools import product
 from typing import TYPE_CHECKING, Any, Literal
 
 import openai
 import pydantic
 import pytest
+from transformers import AutoTokenizer
 
+import pd_cluster
+from pd_cluster.server.tools.known_formats import FORMATS
 from tests.integration.system import Path, System, running_system
+from tests.server.test_template_parser import written
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from pd_cluster.server.tools.tool_format import ToolFormat
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 pytest.importorskip("llguidance")
 
 TIMEOUT_S = 60.0
+CUTS = (6, 50, 110, 160)  # tokens of an answer of text around calls: within the text, the first call, a later one
+TOOL_MODEL = f"{pd_cluster.__path__[0]}/tool_model"
 CITIES = ["Paris", "Oslo"]  # the second is none of the training
 RESULT = "sunny, 21 degrees"
 
@@ -214,6 +223,53 @@ def test_calls_with_texts_and_lists_of_tags(name: str) -> None:
     assert all(len(answers) == len(Path) for answers in found.values()), found
     given = [arguments for answers in found.values() for _, arguments in answers[0]]
     assert all(one["t"] in texts and set(one["l"]) <= set(tags) for one in given)
+
+
+def spelled(form: ToolFormat, text: str) -> dict[str, Any]:
+    """Fields that hold an answer to this text, with the format's markers as the tool model's tokens if it has them.
+
+    Where tools may be called the grammar allows calls in place of the text, so the text's beginning is made likely.
+    """
+    vocabulary = AutoTokenizer.from_pretrained(TOOL_MODEL).get_vocab()
+    marks = [token for token in form.tokens if token in vocabulary]
+    pieces = re.split(f"({'|'.join(map(re.escape, marks))})", text) if marks else [text]
+    grammar = "start: " + " ".join(one if one in marks else json.dumps(one) for one in pieces if one)
+    likely = {str(number): 100 for token, number in vocabulary.items() if text.startswith(token)}
+    return {"structured_outputs": {"grammar": grammar}, "logit_bias": likely}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", ["glm45", "glm47", "minimax_m2", "kimi_k2"])
+def test_text_around_several_calls_and_their_cuts(name: str) -> None:
+    """A grammar holds the answer to one text. Whole and cut anywhere, both orders and a single node tell it alike."""
+    form = FORMATS[name]
+    wanted = [("note", {"text": "a b"}), ("stop", {}), ("note", {"text": "é\n<x>", "list": [1, {"a": None}]})]
+    given = {"type": "object", "properties": {"text": {"type": "string"}, "list": {"type": "array"}}}
+    tools = [{"type": "function", "function": {"name": one, "parameters": given}} for one in ("note", "stop")]
+    text = written(form, wanted, before="Let me see.") + " Done."
+    found: dict[tuple[bool, int], list[Any]] = {}
+    with running_system("--model=tool_model", f"--tool-format={name}") as system:
+        for path, stream, most in product(Path, (False, True), (400, *CUTS)):
+            body = spelled(form, text)
+            with client_of(system, path) as client:
+                try:
+                    one = ask(client, "Hello", tools=tools, stream=stream, max_tokens=most, extra_body=body).choices[0]
+                except openai.LengthFinishReasonError as cut_off:  # of the client's helper
+                    one = cut_off.completion.choices[0]
+            calls = [(call.function.name, call.function.arguments) for call in one.message.tool_calls or []]
+            found.setdefault((stream, most), []).append((one.finish_reason, one.message.content, calls))
+    assert all(answers == [answers[0]] * len(Path) for answers in found.values()), found
+    for stream in (False, True):
+        reason, content, calls = found[stream, 400][0]
+        assert reason == "tool_calls"
+        assert content.split() == ["Let", "me", "see.", "Done."]
+        assert [(called, json.loads(told)) for called, told in calls] == wanted
+    cut = [answers[0] for (_, most), answers in found.items() if most in CUTS]
+    assert {reason for reason, _, _ in cut} == {"length"}
+    counts = {len(calls) for _, _, calls in cut}
+    assert 0 in counts
+    assert counts & {1, 2}, "some cuts are between calls or within one"
 
 
 def test_refusals(client: Any) -> None:

@@ -1,4 +1,4 @@
-"""A model with windows behind a pool that outlives its nodes: new nodes take prompts from it, each KV group's part.
+"""Models with windows behind a pool that outlives their nodes: new nodes take prompts from it, each KV group's part.
 
 Nodes with empty caches are asked one thing after the other, so what they read of the pool is known to the byte: of
 layers that see everything the blocks that the node lacks, of a window those that the next token reads.
@@ -32,8 +32,9 @@ pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(600
 COMPLETIONS = "/v1/completions"
 ROUTES = (Path.P_FIRST, Path.D_FIRST)
 PREFILLERS = {Path.P_FIRST: "prefill", Path.D_FIRST: "decode"}  # of prompts of which the pool has nearly all
-SIZE, WINDOW = 16, 24  # tokens, of a block and of what six layers of seven see
-LAYER_BYTES = 2 * 2 * SIZE * 16 * 4  # of a block: K and V of two KV heads in float32
+SIZE, WINDOW = 16, 24  # tokens, of a block and of what layers with a window see
+LAYERS = {"gemma3": (1, 6), "gpt-oss-mxfp4": (2, 2)}  # that see everything, and with a window
+LAYER_BYTES = 2 * 2 * SIZE * 16 * 4  # of a block: K and V of two KV heads of 16 in float32, in both models
 NUM_TOKENS = 40  # over the window
 TOO_LITTLE = 17  # tokens: a decode node computes fewer itself
 HITS, READ, STORED, LOOKUPS, BACKLOG = (
@@ -43,15 +44,15 @@ HITS, READ, STORED, LOOKUPS, BACKLOG = (
 
 
 class Part(NamedTuple):
-    """What a node takes from the pool for a prompt: tokens, blocks of the layer that sees everything, of windows."""
+    """What a node takes from the pool for a prompt: tokens, blocks of layers that see everything, of windows."""
 
     num_tokens: int = 0
     num_full: int = 0
     num_window: int = 0
 
-    @property
-    def num_bytes(self) -> int:
-        return (self.num_full + 6 * self.num_window) * LAYER_BYTES
+    def num_bytes(self, model: str) -> int:
+        full, window = LAYERS[model]
+        return (full * self.num_full + window * self.num_window) * LAYER_BYTES
 
 
 LONG, OTHER, SHORT, TAIL = random_prompts((200, 333, 24, 60), VOCAB_SIZE, seed=3)
@@ -100,9 +101,15 @@ def nodes(request: pytest.FixtureRequest, model_flag: str) -> Iterator[Nodes]:
         yield lambda *more: running_system(*own, *flags, *more)
 
 
+@pytest.fixture(scope="module", params=LAYERS)
+def model(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
 @pytest.fixture(scope="module")
-def model_flag(tmp_path_factory: pytest.TempPathFactory) -> str:
-    saved = ModelStore(tmp_path_factory.mktemp("models")).get("gemma3")
+def model_flag(model: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    saved = ModelStore(tmp_path_factory.mktemp("models")).get(model)
     save_tokenizer(saved.directory)
     return f"--model={saved.directory}"
 
@@ -136,7 +143,9 @@ def changes(before: dict[str, float], after: dict[str, float], *names: str) -> l
     return [after[name] - before[name] for name in names]
 
 
-def test_new_nodes_take_what_the_next_token_reads_of_each_group(nodes: Nodes, expected: dict[str, list[int]]) -> None:
+def test_new_nodes_take_what_the_next_token_reads_of_each_group(
+    nodes: Nodes, expected: dict[str, list[int]], model: str
+) -> None:
     with nodes() as system:
         for path in ROUTES:
             before = {node: settled(system, node) for node in system.urls}
@@ -146,11 +155,11 @@ def test_new_nodes_take_what_the_next_token_reads_of_each_group(nodes: Nodes, ex
             assert stored == {node: 2 * num for node, num in NUM_COMPUTED.items()}, path  # blocks of both groups
     with nodes() as system:
         for path in ROUTES:
-            check_loads(system, path, expected)
-            check_branch(system, path, expected["branch"])
+            check_loads(system, path, expected, model)
+            check_branch(system, path, expected["branch"], model)
 
 
-def check_loads(system: System, path: Path, expected: dict[str, list[int]]) -> None:
+def check_loads(system: System, path: Path, expected: dict[str, list[int]], model: str) -> None:
     prefiller = PREFILLERS[path]
     other = "decode" if prefiller == "prefill" else "prefill"
     idle = settled(system, other)
@@ -160,21 +169,21 @@ def check_loads(system: System, path: Path, expected: dict[str, list[int]]) -> N
         assert token_ids(answer) == expected[name], (path, name)
         assert answer.headers["x-pd-prefill"] == prefiller
         after = settled(system, prefiller)
-        assert changes(before, after, HITS, READ, STORED) == [part.num_tokens, part.num_bytes, 0], (path, name)
+        assert changes(before, after, HITS, READ, STORED) == [part.num_tokens, part.num_bytes(model), 0], (path, name)
     assert changes(idle, settled(system, other), LOOKUPS, STORED) == [0, 0]
 
 
-def check_branch(system: System, path: Path, expected: list[int]) -> None:
+def check_branch(system: System, path: Path, expected: list[int], model: str) -> None:
     """The pool has windows in the middle of prompts, too: a prompt that leaves one there is computed from there on."""
     before = {node: settled(system, node) for node in system.urls}
     answer = ask(system, path, BRANCH)
     assert token_ids(answer) == expected
     assert (answer.headers["x-pd-prefill"], answer.headers["x-pd-decode"]) == ("prefill", "decode")
     found = {node: changes(before[node], settled(system, node), HITS, READ) for node in system.urls}
-    known, empty = Part(96, 0, 2), Part(96, 6, 2)  # the layer that sees everything is cached where LONG was
+    known, empty = Part(96, 0, 2), Part(96, 6, 2)  # layers that see everything are cached where LONG was
     takes = {Path.P_FIRST: (known, Part()), Path.D_FIRST: (empty, known)}[path]
     assert found == {
-        node: [part.num_tokens, part.num_bytes] for node, part in zip(("prefill", "decode"), takes, strict=True)
+        node: [part.num_tokens, part.num_bytes(model)] for node, part in zip(("prefill", "decode"), takes, strict=True)
     }
 
 

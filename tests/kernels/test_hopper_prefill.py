@@ -22,7 +22,7 @@ from pd_kernels.triton_plan import TritonAttention
 from pd_kernels.triton_prefill import prefill_tiling
 from pd_kernels.values import PrefillTiling
 from tests.kernels.compiler import compile_by
-from tests.kernels.paged import Paged, Shape, attention_shape, make_paged
+from tests.kernels.paged import Paged, Shape, attention_shape, make_paged, sunk
 from tests.kernels.test_triton_attention import DEVICE, TOLERANCE, on_device
 
 if TYPE_CHECKING:
@@ -47,6 +47,7 @@ on_hopper = pytest.mark.skipif(
 def test_a_kernel_is_compiled_for_each_shape() -> None:
     shape = AttentionShape(32, 8, 128, 64, num_layers=3, dtype=torch.bfloat16)
     assert HopperPrefill.of(shape) == HopperPrefill.of(replace(shape, num_layers=1)) == PREFILL
+    assert HopperPrefill.of(replace(shape, has_sinks=True)) == replace(PREFILL, has_sinks=True) != PREFILL
     changed = HopperPrefill.of(AttentionShape(64, 8, 64, 128, 3, torch.float16))
     assert changed == HopperPrefill(8, group=8, head_dim=64, block_size=128, dtype=torch.float16)
 
@@ -62,6 +63,29 @@ def test_large_tiles_are_taken(tiling: PrefillTiling, spare: int, taken: bool) -
     """`spare`: elements between the queries of one token and of the next."""
     query = torch.zeros(5, 32 * 128 + spare, dtype=torch.bfloat16)[:, : 32 * 128].view(5, 32, 128)
     assert PREFILL.takes(query, tiling) == taken
+
+
+def test_large_tiles_get_the_sinks_of_their_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[object] = []
+    monkeypatch.setattr(HopperPrefill, "launch", lambda prefill, *arguments: given.append(arguments[-1]))
+    paged = sunk(make_paged(Shape(64, 8, 64, 64, (200,), (200,), 0), torch.bfloat16))
+    prefill = HopperPrefill.of(attention_shape(paged))
+    attention = replace(TritonAttention.of(attention_shape(paged), DEVICE, prefill), prefill=LARGE)
+    paged = on_device(paged)
+    for sinks in (paged.sinks, None):
+        attention.plan(paged.packed).run(paged.query, paged.cache, 1.0, None, sinks)
+    assert given[0] is paged.sinks
+    assert given[1] is None
+
+
+@pytest.mark.parametrize("sinks", [None, torch.zeros(64, dtype=torch.bfloat16)])
+def test_a_kernel_with_sinks_needs_them_in_float32(sinks: torch.Tensor | None) -> None:
+    paged = make_paged(Shape(64, 8, 64, 64, (200,), (200,), 0), torch.bfloat16)
+    given = paged.query, paged.cache, paged.packed, torch.zeros(2, 1), paged.query, 1.0
+    with pytest.raises(AssertionError):
+        HopperPrefill(8, 8, 64, 64, torch.bfloat16, has_sinks=True).launch(*given, sinks)
+    with pytest.raises(AssertionError):
+        HopperPrefill(8, 8, 64, 64, torch.bfloat16).launch(*given, torch.zeros(64))
 
 
 @pytest.mark.parametrize(("num_tokens", "num_keys", "rows"), [(352, 352, 64), (384, 384, 128), (512, 8512, 128)])
@@ -93,11 +117,19 @@ def test_without_a_compiler_that_takes_it_triton_goes_on(
     assert [record.levelname for record in caplog.records] == ["WARNING"]
 
 
-@pytest.mark.parametrize("fp8", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["", "fp8"])
-def test_it_compiles_and_the_softmax_runs_under_the_products(fp8: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [(), ("sinks",), *(pytest.param(one, marks=pytest.mark.slow) for one in (("fp8",), ("fp8", "sinks")))],
+    ids="-".join,
+)
+def test_it_compiles_and_the_softmax_runs_under_the_products(options: tuple[str, ...], tmp_path: Path) -> None:
     """In a process of its own: where the tests run in Triton's interpreter, nothing can be compiled."""
-    done = compile_by("tests.kernels.hopper_prefill", tmp_path, *["fp8"] * fp8)
-    (ptx,) = done.output.split(".visible .entry")[1:]
+    done = compile_by("tests.kernels.hopper_prefill", tmp_path, *options)
+    (ptx,), fp8 = done.output.split(".visible .entry")[1:], "fp8" in options
+    # A thread has two rows and 64 scores of a step; three steps are written for each of two warpgroups. A row's sink is
+    # one exponential more
+    assert ptx.count("ex2.approx") == 2 * 3 * (64 + 2) + 4 * ("sinks" in options)
+    assert "sinks" not in options or re.findall(r"(\d+) bytes spill stores", done.output + done.log) == ["0"]
     assert f"setmaxnreg.inc.sync.aligned.u32 \t{232 if fp8 else 240};" in ptx
     assert "cp.async.bulk.tensor.3d" in ptx
     assert ("cvt.rn.f16x2.e4m3x2" in ptx) == fp8
@@ -105,6 +137,7 @@ def test_it_compiles_and_the_softmax_runs_under_the_products(fp8: bool, tmp_path
     assert len(walks) == 4  # with a mask and without, in each warpgroup
     for walk in walks:
         exponents, last = walk.rindex("ex2.approx"), walk.rindex("mbarrier.try_wait")
+        assert "ld.global" not in walk
         assert exponents < last  # this wait's branch keeps the assembler from moving them after the products
 
 
@@ -121,7 +154,9 @@ def hopper_attention(paged: Paged) -> TritonAttention:
 def expected(paged: Paged, scale: float) -> torch.Tensor:
     packed = paged.packed
     tables, starts, lens = packed.block_tables, packed.query_starts, packed.seq_lens
-    return reference.prefill_attention(paged.query.double(), paged.wide_cache, tables, starts, lens, scale, 0)
+    return reference.prefill_attention(
+        paged.query.double(), paged.wide_cache, tables, starts, lens, scale, 0, sinks=paged.sinks
+    )
 
 
 def spoil(paged: Paged) -> None:
@@ -154,6 +189,30 @@ def test_sums_equal_the_oracle_whatever_lies_after_sequences(
     place = torch.full_like(want, torch.nan, dtype=dtype)
     plan.run(paged.query, paged.cache, scale, place)
     assert (place.double() - want).abs().max() < TOLERANCE[dtype]
+
+
+@on_hopper
+@pytest.mark.gpu
+@pytest.mark.parametrize("cache_dtype", [None, FP8], ids=str)
+@pytest.mark.parametrize(
+    "shape",
+    [
+        Shape(64, 8, 64, 64, (1, 700, 1024, 3), (900, 700, 2500, 4000), 1),  # gpt-oss
+        Shape(32, 8, 64, 64, (130, 33, 1, 257), (130, 1031, 1, 1281), 0),  # of a rank of two; one key and a sink
+        Shape(32, 8, 128, 64, (200, 515), (200, 900), 0),
+    ],
+)
+def test_sinks_are_in_each_rows_sum(shape: Shape, cache_dtype: torch.dtype | None) -> None:
+    """Those far above all scores leave nothing of a row, those far below change nothing."""
+    paged = sunk(on_device(make_paged(shape, torch.bfloat16, cache_dtype=cache_dtype)))
+    assert paged.sinks is not None
+    paged.sinks[:2] = torch.tensor([400.0, -400.0])
+    scale = shape.head_dim**-0.5
+    want = expected(paged, scale)
+    assert (want[shape.num_decodes :, 0] == 0).all()
+    spoil(paged)
+    found = hopper_attention(paged).plan(paged.packed).run(paged.query, paged.cache, scale, None, paged.sinks)
+    assert (found.double() - want).abs().max() < TOLERANCE[torch.bfloat16]
 
 
 @on_hopper

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -195,3 +196,42 @@ def test_packed_experts_of_another_form_are_another_model() -> None:
     config = CONFIGS["gpt-oss-20b"]
     changes: tuple[dict[str, Any], ...] = ({}, {"quantization_config": None}, {"swiglu_limit": 6.0})
     assert len({fingerprint(resolve_spec(Path(), {**config, **change}), "dummy") for change in changes}) == 3
+
+
+def test_gpt_oss_with_another_rope_window_or_without_sinks_is_another_model() -> None:
+    """Routers pair nodes by this digest, handshakes and pools check it."""
+    config = {**CONFIGS["gpt-oss-20b"], "rope_parameters": None, "rope_scaling": None}
+    yarn = {
+        "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+        "original_max_position_embeddings": 4096,
+    }  # fmt: skip
+    spec = resolve_spec(Path(), config)
+    own = fingerprint(spec, "dummy")
+    assert own == fingerprint(resolve_spec(Path(), {**config, "rope_scaling": yarn}), "dummy")
+    assert own == fingerprint(resolve_spec(Path(), {**config, "rope_scaling": {**yarn, "truncate": None}}), "dummy")
+    changes: tuple[dict[str, Any], ...] = (
+        {"rope_parameters": {}}, {"rope_scaling": {**yarn, "truncate": True}}, {"rope_scaling": {**yarn, "factor": 16}},
+        {"rope_theta": 1e4}, {"sliding_window": 256}, {"layer_types": ["full_attention"] * spec.num_layers},
+    )  # fmt: skip
+    others = [fingerprint(resolve_spec(Path(), {**config, **change}), "dummy") for change in changes]
+    others.append(fingerprint(replace(spec, has_sinks=False), "dummy"))
+    assert len({own, *others}) == 1 + len(others)
+
+
+@pytest.mark.parametrize("name", ["model.layers.0.self_attn.sinks", "model.layers.1.mlp.experts.gate_up_proj_blocks"])
+def test_sinks_and_packed_weights_are_in_the_fingerprint_of_files(name: str, tmp_path: Path) -> None:
+    """Other bytes of one, and a checkpoint without it."""
+    shapes: Shapes = {"model.layers.0.self_attn.sinks": [64], "model.layers.1.mlp.experts.gate_up_proj_blocks": [4, 8]}
+    own = tmp_path / "own"
+    own.mkdir()
+    file, offset, size = write_sparse(own, shapes, 1)[name]
+    spec = resolve_spec(Path(), CONFIGS["gpt-oss-20b"])
+    found = {fingerprint(spec, own)}
+    with file.open("r+b") as stream:
+        stream.seek(offset)
+        stream.write(b"\1" * size)
+    found.add(fingerprint(spec, own))
+    less = tmp_path / "less"
+    less.mkdir()
+    write_sparse(less, {other: shape for other, shape in shapes.items() if other != name}, 1)
+    assert len({*found, fingerprint(spec, less)}) == 3

@@ -95,7 +95,8 @@ def test_frequencies_and_factors_are_those_of_transformers() -> None:
         }
         choices = {
             "beta_fast": (1, 8, 32.0, None), "beta_slow": (0.25, 1, None), "mscale": (0, 0.707, 1.0, None),
-            "mscale_all_dim": (0, 0.707, 1.0), "truncate": (True, False), "attention_factor": (0.5, 1.0, 2.0, None),
+            "mscale_all_dim": (0, 0.707, 1.0), "truncate": (True, False, None),
+            "attention_factor": (0.5, 1.0, 2.0, None),
         }  # fmt: skip
         settings |= {name: draw.choice(values) for name, values in choices.items() if draw.random() < 0.5}
         theta, dim, part = draw.choice([1e4, 150000.0, 8e6]), draw.choice([16, 64, 96, 128]), draw.choice([1.0, 0.5])
@@ -162,6 +163,15 @@ def test_the_layers_of_gemma_with_full_attention_have_the_longer_context() -> No
         assert (spec.max_len, spec.rope.kind, spec.window_rope.kind) == (524288, "yarn", "default")
 
 
+@pytest.mark.parametrize("truncate", [False, None])
+def test_yarn_of_a_layer_type_that_is_not_truncated_is_refused(truncate: bool | None) -> None:
+    """transformers 5.23 reads the setting beside the layer types: it computes with true."""
+    yarn = {**YARN, "truncate": truncate}
+    for rope in ({"rope_parameters": {**GEMMA3_ROPE, "full_attention": yarn}}, {"rope_scaling": yarn}):
+        with pytest.raises(StartupError, match="YaRN of a layer type has `truncate` true"):
+            resolve_spec(HERE, {**GEMMA, **rope})
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -176,7 +186,7 @@ def test_the_layers_of_gemma_with_full_attention_have_the_longer_context() -> No
         ({"attention_factor": 0}, "attention_factor must be a positive number, not 0"),
         ({"mscale": "1"}, "mscale must be a positive number, not '1'"),
         ({"mscale_all_dim": -1}, "mscale_all_dim must be a positive number, not -1"),
-        ({"truncate": None}, "truncate must be true or false, not None"),
+        ({"truncate": "no"}, "truncate must be true or false, not 'no'"),
         ({"truncate": 0}, "truncate must be true or false, not 0"),
         ({"rope_theta": 1.0}, "rope_theta must be a number of at least 2, not 1"),
     ],

@@ -18,7 +18,7 @@ from pd_cluster.protocol.messages import PromptRead, Timeline
 from pd_cluster.server.app import create_app
 from pd_cluster.server.params.sampling import SamplingDefaults
 from pd_cluster.server.state import NodeState
-from pd_cluster.server.tools.tool_format import FORMATS
+from pd_cluster.server.tools.known_formats import FORMATS
 from pd_http.frames import AnyFrame, Continuation, KnownChoice
 from tests.cut_streams import (
     CHAT,

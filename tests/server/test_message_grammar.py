@@ -19,9 +19,9 @@ from pd_cluster.server.params.sampling import TextOptions
 from pd_cluster.server.requests.choice import Choice
 from pd_cluster.server.requests.generation_request import GenerationRequest
 from pd_cluster.server.text.tokenizer import Tokenizer
+from pd_cluster.server.tools.known_formats import FORMATS
 from pd_cluster.server.tools.output_parser import Reasoning, ToolCall
 from pd_cluster.server.tools.template_parser import template_parser
-from pd_cluster.server.tools.tool_format import FORMATS
 from pd_cluster.worker.grammar_vocabulary import GrammarTokens
 from pd_cluster.worker.grammars import GrammarState, compile_grammar
 from pd_connectors.protocol.messages import SampledToken

@@ -22,10 +22,11 @@ from pd_cluster.server.requests.generation_request import GenerationRequest
 from pd_cluster.server.shapes.chat import ChatShape
 from pd_cluster.server.state import NodeState
 from pd_cluster.server.text.detokenizer import MARK
+from pd_cluster.server.tools.known_formats import FORMATS, find_format
 from pd_cluster.server.tools.output_parser import ParserContext, ParserOptions, Part, Reasoning, ToolCall
 from pd_cluster.server.tools.response_template import ResponseTemplate
 from pd_cluster.server.tools.template_parser import TemplateParser
-from pd_cluster.server.tools.tool_format import FORMATS, ToolFormat, find_format
+from pd_cluster.server.tools.tool_format import ToolFormat
 from pd_connectors.protocol.messages import SampledToken
 from tests.server.fake_engine import FakeEngine, says
 from tests.server.live_server import MODEL_DIR, running

@@ -13,7 +13,7 @@ from pd_cluster.server.bodies.tool_use import ToolUse, inlined, leave_out_tools,
 from pd_cluster.server.grammar.grammar_source import chat_grammar_source, check_format
 from pd_cluster.server.text.normal_messages import normal_messages
 from pd_cluster.server.text.tokenizer import Tokenizer
-from pd_cluster.server.tools.tool_format import FORMATS
+from pd_cluster.server.tools.known_formats import FORMATS
 from pd_http.dialect import OPENAI
 from tests.server.live_server import MODEL_DIR
 

@@ -24,10 +24,10 @@ from pd_cluster.server.text.chat_template import ChatTemplate
 from pd_cluster.server.text.detokenizer import MARK
 from pd_cluster.server.text.normal_messages import normal_messages
 from pd_cluster.server.text.tokenizer import Tokenizer
+from pd_cluster.server.tools.known_formats import FORMATS, find_format
 from pd_cluster.server.tools.output_parser import ParserOptions, Reasoning, ToolCall
 from pd_cluster.server.tools.response_template import ResponseTemplate
 from pd_cluster.server.tools.template_parser import TemplateParser
-from pd_cluster.server.tools.tool_format import FORMATS, find_format
 from pd_connectors.protocol.messages import SampledToken
 from tests.server.live_server import MODEL_DIR
 from tests.server.lost_marks import lost_marks

@@ -14,7 +14,7 @@ import httpx
 import jsonschema
 import pytest
 
-from pd_cluster.server.tools.tool_format import FORMATS
+from pd_cluster.server.tools.known_formats import FORMATS
 from tests.integration.system import Answer, Path, System, running_system, wait_until
 from tests.world.published_models import PUBLISHED, PublishedModel
 

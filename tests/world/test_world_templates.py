@@ -19,8 +19,8 @@ from transformers import AutoTokenizer
 from pd_cluster.errors import InvalidRequest
 from pd_cluster.server.text.chat_template import ChatTemplate
 from pd_cluster.server.text.normal_messages import normal_messages
+from pd_cluster.server.tools.known_formats import find_format
 from pd_cluster.server.tools.response_template import ResponseTemplate
-from pd_cluster.server.tools.tool_format import find_format
 from tests.server.test_template_parser import calls_of, parsed, parser
 from tests.shallow_model import DEMO_MODEL
 from tests.world.packages import BY_NAME, world_folder

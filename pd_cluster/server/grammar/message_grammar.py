@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from pd_cluster.server.bodies.tool_use import inlined
 from pd_cluster.server.grammar.json_schema import BINDING, STRUCTURE, guided, pruned
-from pd_cluster.server.tools.tool_format import FORMATS
+from pd_cluster.server.tools.known_formats import FORMATS
 from pd_cluster.server.tools.xml_reader import json_types
 
 if TYPE_CHECKING:
