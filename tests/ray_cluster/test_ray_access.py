@@ -12,7 +12,7 @@ import ray
 from pd_cluster.errors import StartupError
 from pd_cluster.launch.cli import main
 from pd_cluster.launch.on_ray import connect
-from pd_cluster.launch.on_ray.connect import check_address, prepare_environment
+from pd_cluster.launch.on_ray.connect import check_address, connected, prepare_environment
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -83,6 +83,18 @@ def test_an_address_without_a_listener_is_refused_at_once() -> None:
 
 def _unused(*_: object, **__: object) -> None:
     raise AssertionError("Ray would start a worker")
+
+
+def test_a_ray_that_does_not_start_ends_with_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(**_: object) -> None:
+        raise Exception("The current node timed out during startup.\nMore")
+
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")  # given back after it
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    monkeypatch.setattr(ray, "init", fails)
+    told = r"^cannot reach a Ray on this machine: The current node[^\n]*startup\.$"
+    with pytest.raises(StartupError, match=told), connected("one", ""):
+        pass
 
 
 def test_a_running_controller_tells_the_mode_without_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import socket
 import ssl
-import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -27,7 +26,6 @@ pytestmark = [pytest.mark.anyio, pytest.mark.integration]
 
 NUM_PLACES = 24
 NUM_ADDRESSES = 8  # of strangers: one has three quarters of the places
-SOON_S = 2.0  # within which another client is served, at full size
 MAX_GROWTH = 150 * MB
 
 
@@ -168,9 +166,7 @@ async def test_thousands_of_unfinished_handshakes(
         idle, before = target.num_files(), target.resident_bytes()
         strangers = await asyncio.to_thread(crowd, target.address, count, whole[: int(part * len(whole))])
         for _ in range(5):
-            begun_s = time.monotonic()
-            assert await target.ask() == 200
-            assert time.monotonic() - begun_s < SOON_S
+            assert await target.ask() == 200  # while all of them are there
         counted = await target.count(gauge(target))
         assert counted > num_files / 4
         assert abs(target.num_files() - idle - counted) <= 4  # the node's own and the client's that has just asked

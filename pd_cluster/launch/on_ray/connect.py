@@ -69,7 +69,7 @@ def connected(name: str, address: str, cpus: float = 0.0, *, sends_key: bool = F
         ray.init(
             address=address or "local", namespace=namespace_of(name), log_to_driver=False, logging_level="error", **own
         )
-    except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
+    except Exception as error:  # Ray's own, of a raylet that did not start in its 30 s, is of no narrower class
         where = f"the Ray cluster at {address}" if address else "a Ray on this machine"
         hint = "; check that the token is this cluster's" if address else ""
         raise StartupError(f"cannot reach {where}: {_first_line(error)}{hint}") from error

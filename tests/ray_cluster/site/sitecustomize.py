@@ -1,10 +1,12 @@
-"""In Ray's processes of `Machines(forked=True)`: a unit starts `forked_node.py` in place of the command line.
+"""In Ray's processes of `Machines`: an agent tells its raylet at once that it has no ports. With a relay, a unit starts
+`forked_node.py` in place of the command line.
 
 Python imports this file at its start, from a directory of $PYTHONPATH.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 from importlib.abc import MetaPathFinder
 from importlib.util import find_spec
@@ -17,6 +19,9 @@ if TYPE_CHECKING:
     from types import ModuleType
 
 UNIT = "pd_cluster.launch.on_ray.unit"
+RELAY = "PD_TEST_FORK_RELAY"
+DASHBOARD_AGENT = "/ray/dashboard/agent.py"
+PORTS_OF_AGENT = ("dashboard_agent_listen_port", "metrics_agent_port", "metrics_export_port")
 PROGRAM = (sys.executable, "-I", "-S", str(Path(__file__).parents[1] / "forked_node.py"))
 
 
@@ -43,4 +48,22 @@ class UnitFinder(MetaPathFinder):
         return spec
 
 
-sys.meta_path.insert(0, UnitFinder())
+def tell_ports(command: Sequence[str]) -> None:
+    """Of a dashboard's agent, with this command: -1, for none, where its raylet looks for them.
+
+    A raylet waits 15 s for each before it joins, and then ends: no variable changes that. The agent takes 1.3 s of CPU
+    until it tells them, which a crowded core has not in 15 s. No test asks an agent.
+    """
+    if not any(word.endswith(DASHBOARD_AGENT) for word in command):
+        return
+    options = dict(word.split("=", 1) for word in command if word.startswith("--") and "=" in word)
+    for name in PORTS_OF_AGENT:
+        path = Path(options["--session-dir"], f"{name}_{options['--node-id']}")
+        written = path.with_suffix(".new")  # as Ray does: the raylet may look while it is written
+        written.write_text("-1")
+        written.rename(path)
+
+
+tell_ports(sys.orig_argv)
+if RELAY in os.environ:
+    sys.meta_path.insert(0, UnitFinder())
