@@ -15,7 +15,8 @@ from triton.compiler import compile as compile_source
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from pd_kernels.gluon_mxfp4_experts import AT_ONCE, FIRST, MULTIPLIERS_AND_COPIER, REGISTERS, STAGES, _experts_kernel
+from pd_kernels.gluon_mxfp4_experts import MULTIPLIERS_AND_COPIER, REGISTERS, _experts_kernel
+from pd_kernels.gluon_mxfp4_ring import AT_ONCE, FIRST, STAGES
 
 
 def compile_product(rows: int, is_gated: bool) -> str:

@@ -14,7 +14,19 @@ pytest.importorskip("triton", reason="the Triton kernels need triton")
 
 from pd_kernels import mxfp4_tiles, reference, torch_experts, triton_biased_experts
 from pd_kernels.backends import TORCH
-from pd_kernels.mxfp4_tiles import KEPT, LINES, PIECES, ROTATIONS, SHARES, STEP, USED, Mxfp4Tiles, fits, in_order, in_tiles
+from pd_kernels.mxfp4_tiles import (
+    KEPT,
+    LINES,
+    PIECES,
+    ROTATIONS,
+    SHARES,
+    STEP,
+    USED,
+    Mxfp4Tiles,
+    fits,
+    in_order,
+    in_tiles,
+)
 from pd_kernels.torch_biased_experts import TorchBiasedMix
 from pd_kernels.triton_biased_experts import SortedMix, make_biased_mix
 from pd_kernels.triton_mxfp4_experts import PlainProduct
@@ -254,7 +266,8 @@ def test_a_scale_without_a_factor_is_not_put_into_tiles() -> None:
 
 def test_the_rows_of_tiles_have_a_ring_that_fits_a_multiprocessor() -> None:
     pytest.importorskip("triton.experimental.gluon", reason="these products need Triton's Gluon")
-    from pd_kernels.gluon_mxfp4_experts import STAGES, TiledProduct
+    from pd_kernels.gluon_mxfp4_experts import TiledProduct
+    from pd_kernels.gluon_mxfp4_ring import STAGES
 
     product = TiledProduct(Mxfp4Tiles(torch.empty(0), torch.empty(0)), torch.zeros(1, LINES), 2880, LINES)
     found = [product.tile_rows(count, 4, experts) for experts in (32, 128) for count in range(1, 9000)]
@@ -277,7 +290,8 @@ def real(dtype: torch.dtype = torch.bfloat16) -> BiasedExperts:
 @on_hopper
 def test_all_codes_and_exponents_on_a_hopper_gpu() -> None:
     """Each code with each scale from 0 to 128, in few and in many rows: the numbers of bfloat16, subnormal ones too."""
-    from pd_kernels.gluon_mxfp4_experts import STAGES, TiledProduct
+    from pd_kernels.gluon_mxfp4_experts import TiledProduct
+    from pd_kernels.gluon_mxfp4_ring import STAGES
 
     weight = random_packed(1, 192, 129 * 32, seed=0)
     weight.scales[:] = torch.arange(129, dtype=torch.uint8)
