@@ -25,16 +25,27 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
     mma_v2,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.extra.cuda import gdc_wait
 
 from pd_kernels import mxfp4_tiles
+from pd_kernels.gluon_mxfp4_ring import AT_ONCE, FIRST, STAGES, bring, steps_of, tile_of
 from pd_kernels.launch_sizes import cdiv, num_processors
-from pd_kernels.mxfp4_tiles import KEPT, LINES, PIECE, PIECES, ROTATIONS, SHIFTS, STEP, USED, Mxfp4Tiles
+from pd_kernels.mxfp4_tiles import (
+    KEPT,
+    LINES,
+    PIECE,
+    PIECES,
+    ROTATIONS,
+    SHARES,
+    SHIFTS,
+    STEP,
+    USED,
+    Mxfp4Tiles,
+)
 from pd_kernels.triton_pairs import SortedRows
 from pd_kernels.weight_forms import MXFP4, PackedWeight
 
@@ -42,14 +53,14 @@ if TYPE_CHECKING:
     from pd_kernels.values import Gates
 
 logger = logging.getLogger(__name__)
-STAGES = {8: 12, 16: 11, 32: 8, 64: 6, 128: 4}  # of the ring, by the rows of a tile: at most 200 KiB
 _VALUES = gl.NVMMASharedLayout(128, 8, rank=2)  # Gluon takes 5 us to make one
 _SCALES = gl.NVMMASharedLayout(128, 32, rank=2)
 _ROWS = gl.NVMMASharedLayout(128, 16, rank=2)
 _PIECE: gl.constexpr = gl.constexpr(PIECE)
 _PIECES: gl.constexpr = gl.constexpr(PIECES)
+_SHARES: gl.constexpr = gl.constexpr(SHARES)
+_FIRST: gl.constexpr = gl.constexpr(FIRST)
 _LINES: gl.constexpr = gl.constexpr(LINES)
-_STEP: gl.constexpr = gl.constexpr(STEP)
 _barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier  # Triton 3.6, later ones
 FEW = 8  # rows of a tile up to which warps multiply alone: see `_multiply`
 _FEW: gl.constexpr = gl.constexpr(FEW)
@@ -76,72 +87,19 @@ _REGISTERS_USED: gl.constexpr = gl.constexpr(",".join(["=r"] * 8 + ["r"] * 18))
 
 
 @gluon.jit
-def _tile_of(unit, tiles, num_tiles, num_across, SPLIT: gl.constexpr):
-    """A unit's tile, its column of outputs, its part of the inputs; the tile's expert, its first row, its last + 1."""
-    part, unit = unit % SPLIT, unit // SPLIT
-    tile, across = unit // num_across, unit % num_across
-    expert = gl.load(tiles + tile)
-    return across, part, expert, gl.load(tiles + num_tiles + tile), gl.load(tiles + 2 * num_tiles + tile)
-
-
-@gluon.jit
-def _steps(part, num_steps, SPLIT: gl.constexpr):
-    share = gl.cdiv(num_steps, SPLIT)
-    return part * share, gl.minimum((part + 1) * share, num_steps)
-
-
-@gluon.jit
-def _bring_weights(value_tiles, scale_tiles, values, scales, full, stage, place, ROWS: gl.constexpr):
-    mbarrier.expect(full, _LINES * _STEP // 2 + 1024 + ROWS * _STEP * 2)  # bytes, with those of the rows
-    for piece in gl.static_range(_PIECES):
-        at = [(place * _PIECES + piece) * 32, 0]
-        tma.async_copy_global_to_shared(value_tiles, at, full, values.index(stage * _PIECES + piece))
-    tma.async_copy_global_to_shared(scale_tiles, [place * 8, 0], full, scales.index(stage))
-
-
-@gluon.jit
-def _bring_rows(row_tiles, x_ring, full, stage, row, step):
-    for half in gl.static_range(2):
-        at = [row, step * _STEP + half * (_STEP // 2)]
-        tma.async_copy_global_to_shared(row_tiles, at, full, x_ring.index(stage * 2 + half))
-
-
-@gluon.jit
-def _bring(given, ring, sizes, AHEAD: gl.constexpr, SPLIT: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr):
-    row_tiles, value_tiles, scale_tiles, tiles = given
-    x_ring, values, scales, is_full, is_free = ring
-    num_tiles, num_across, num_steps, _num_outputs, _num_rows, _num_chosen = sizes
-    turn, num_early = 0, 0
-    if AHEAD:  # the kernel ahead has not ended, and weights do not depend on it
-        across, part, expert, _first, _end = _tile_of(gl.program_id(0), tiles, num_tiles, num_across, SPLIT)
-        begin, stop = _steps(part, num_steps, SPLIT)
-        num_early = gl.where(expert >= 0, gl.minimum(stop - begin, STAGES), 0)
-        for early in range(0, num_early):
-            place = (expert * num_across + across) * num_steps + begin + early
-            _bring_weights(value_tiles, scale_tiles, values, scales, is_full.index(early), early, place, ROWS)
-    gdc_wait()
-    gdc_launch_dependents()  # here: the next kernel reads the tiles at once
-    for unit in range(gl.program_id(0), num_tiles * num_across * SPLIT, gl.num_programs(0)):
-        across, part, expert, first, _end = _tile_of(unit, tiles, num_tiles, num_across, SPLIT)
-        if expert >= 0:
-            begin, stop = _steps(part, num_steps, SPLIT)
-            for step in range(begin, stop):
-                stage = turn % STAGES
-                full = is_full.index(stage)
-                if turn >= num_early:
-                    mbarrier.wait(is_free.index(stage), (turn // STAGES & 1) ^ 1)
-                    place = (expert * num_across + across) * num_steps + step
-                    _bring_weights(value_tiles, scale_tiles, values, scales, full, stage, place, ROWS)
-                _bring_rows(row_tiles, x_ring, full, stage, first, step)
-                turn += 1
-
-
-@gluon.jit
-def _take_mxfp4(piece, scale_words, half: gl.constexpr, LAYOUT: gl.constexpr):
-    """Half of a stage's piece, [64 outputs, 64 inputs], as the left operand of the matrix unit."""
+def _take_mxfp4(ring, stage, BLOCK: gl.constexpr, LAYOUT: gl.constexpr):
+    """A block of a stage, [64 outputs, 64 inputs], as the left operand of the matrix unit."""
+    _x_ring, values, last_values, scales, last_scales, _is_full, _is_free = ring
+    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     threads: gl.constexpr = gl.BlockedLayout([1, 1, 16], [8, 4, 1], [4, 1, 1], [2, 1, 0])
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
-    words = piece._reinterpret(gl.uint8, [2, 32, 4, 16], plain).index(half).load(threads)
+    if BLOCK < _FIRST:
+        words = values.index(stage)._reinterpret(gl.uint8, [_FIRST, 32, 4, 16], plain).index(BLOCK)
+        scale_words = scales.index(stage)._reinterpret(gl.int32, [_FIRST, 32], flat).index(BLOCK)
+    else:
+        words = last_values.index(stage)._reinterpret(gl.uint8, [1, 32, 4, 16], plain).index(0)
+        scale_words = last_scales.index(stage)._reinterpret(gl.int32, [_FIRST, 32], flat).index(0)
+    words = words.load(threads)
     scale = scale_words.load(gl.SliceLayout(1, gl.SliceLayout(2, threads)))[:, None][:, :, None]
     byte = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(1, threads)))[None, :][:, None, :]
     scale = scale >> (byte // 8 * 16)
@@ -166,44 +124,48 @@ def _multiply(
     half of the products they take 276, without multiplying or without rotating the weights 280.
     """
     out, bias, scores, order, tiles = given
-    x_ring, values, scales, is_full, is_free = ring
+    x_ring, _values, _last_values, _scales, _last_scales, is_full, is_free = ring
     num_tiles, num_across, num_steps, num_outputs, num_rows, num_chosen = sizes
     by_warp: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], instr_shape=[16, 8])
     by_group: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], instr_shape=[16, ROWS, 16])
     layout: gl.constexpr = by_warp if ROWS <= _FEW else by_group
     left: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
     right: gl.constexpr = gl.DotOperandLayout(1, by_warp, 2)
-    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     lines = gl.arange(0, _PIECE, gl.SliceLayout(1, layout))
     turn = 0
     gdc_wait()
     for unit in range(gl.program_id(0), num_tiles * num_across * SPLIT, gl.num_programs(0)):
-        across, part, expert, first, end = _tile_of(unit, tiles, num_tiles, num_across, SPLIT)
+        across, part, expert, first, end = tile_of(unit, tiles, num_tiles, num_across, SPLIT)
         if expert >= 0:
             line = across * _LINES + PIECE * _PIECE
             added = gl.load(bias + expert * num_across * _LINES + line + lines)
             sums = gl.zeros([_PIECE, ROWS], gl.float32, layout)
             others = gl.zeros([_PIECE, ROWS], gl.float32, layout)
-            begin, stop = _steps(part, num_steps, SPLIT)
+            begin, stop = steps_of(part, num_steps, SPLIT)
             for _step in range(begin, stop):
                 stage = turn % STAGES
                 mbarrier.wait(is_full.index(stage), turn // STAGES & 1)
-                words = scales.index(stage)._reinterpret(gl.int32, [8, 32], flat)
-                piece = values.index(stage * _PIECES + PIECE)
                 if ROWS <= _FEW:
-                    for half in gl.static_range(2):
-                        weight = _take_mxfp4(piece, words.index(PIECE * 2 + half), half, left)
-                        x = x_ring.index(stage * 2 + half).permute((1, 0)).load(right)
-                        if half == 0:
+                    for share in gl.static_range(_SHARES):
+                        weight = _take_mxfp4(ring, stage, PIECE * _SHARES + share, left)
+                        x = x_ring.index(stage * _SHARES + share).permute((1, 0)).load(right)
+                        if share % 2 == 0:
                             sums = mma_v2(weight, x, sums)
                         else:
                             others = mma_v2(weight, x, others)
                 else:
-                    weight = _take_mxfp4(piece, words.index(PIECE * 2), 0, left)
-                    sums = warpgroup_mma(weight, x_ring.index(stage * 2).permute((1, 0)), sums, is_async=True)
-                    other = _take_mxfp4(piece, words.index(PIECE * 2 + 1), 1, left)
-                    sums = warpgroup_mma(other, x_ring.index(stage * 2 + 1).permute((1, 0)), sums, is_async=True)
-                    sums, weight, other = warpgroup_mma_wait(0, deps=[sums, weight, other])
+                    x = x_ring.index(stage * _SHARES).permute((1, 0))
+                    first_weight = _take_mxfp4(ring, stage, PIECE * _SHARES, left)
+                    sums = warpgroup_mma(first_weight, x, sums, is_async=True)
+                    x = x_ring.index(stage * _SHARES + 1).permute((1, 0))
+                    second_weight = _take_mxfp4(ring, stage, PIECE * _SHARES + 1, left)
+                    sums = warpgroup_mma(second_weight, x, sums, is_async=True)
+                    x = x_ring.index(stage * _SHARES + 2).permute((1, 0))
+                    third_weight = _take_mxfp4(ring, stage, PIECE * _SHARES + 2, left)
+                    sums = warpgroup_mma(third_weight, x, sums, is_async=True)
+                    sums, first_weight, second_weight, third_weight = warpgroup_mma_wait(
+                        0, deps=[sums, first_weight, second_weight, third_weight]
+                    )  # fmt: skip
                 _barrier()  # all warps of the group have read the stage
                 mbarrier.arrive(is_free.index(stage), count=1)
                 turn += 1
@@ -244,15 +206,18 @@ def _store(
     PARTS: gl.constexpr, SPLIT: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
     """Results [T * k, num_outputs]; PARTS: times scores, [SPLIT * k, T, num_outputs]."""
-    store: gl.constexpr = gl.BlockedLayout([4, 1], [16, 2], [1, 4], [0, 1])
-    value = gl.convert_layout(sums, store)
+    in_float32: gl.constexpr = gl.BlockedLayout([4, 1], [16, 2], [1, 4], [0, 1])
+    in_bfloat16: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1])
+    store: gl.constexpr = in_float32 if PARTS else in_bfloat16
+    if SPLIT == 1:  # rounded first: half as much shared memory on the way
+        value = gl.convert_layout(sums.to(gl.bfloat16), store).to(gl.float32)
+    else:
+        value = gl.convert_layout(sums, store)
     output = line + gl.arange(0, _PIECE, gl.SliceLayout(1, store))[:, None]
     row = first + gl.arange(0, ROWS, gl.SliceLayout(0, store))
     pair = gl.load(order + row, mask=row < end, other=0)
     to_row = pair
     if PARTS:
-        if SPLIT == 1:
-            value = value.to(gl.bfloat16).to(gl.float32)
         value *= gl.load(scores + pair)[None, :]
         num_tokens = num_rows // num_chosen
         to_row = (part * num_chosen + pair % num_chosen) * num_tokens + pair // num_chosen
@@ -262,18 +227,20 @@ def _store(
 
 @gluon.jit(do_not_specialize=["num_tiles", "num_rows"])
 def _experts_kernel(
-    row_tiles, value_tiles, scale_tiles, out, bias, scores, order, tiles, num_tiles, num_across, num_steps, num_outputs,
-    num_rows, num_chosen, limit, alpha,
+    row_tiles, value_tiles, last_value_tiles, scale_tiles, out, bias, scores, order, tiles,
+    num_tiles, num_across, num_steps, num_outputs, num_rows, num_chosen, limit, alpha,
     GATED: gl.constexpr, PARTS: gl.constexpr, SPLIT: gl.constexpr, STAGES: gl.constexpr,
-    ROWS: gl.constexpr, MORE: gl.constexpr, LESS: gl.constexpr,
+    ROWS: gl.constexpr, AT_ONCE: gl.constexpr, MORE: gl.constexpr, LESS: gl.constexpr,
 ):  # fmt: skip
     """`num_outputs`: of the result, without those that fill the last tile."""
     values_layout: gl.constexpr = gl.NVMMASharedLayout(128, 8, rank=2)
     scales_layout: gl.constexpr = gl.NVMMASharedLayout(128, 32, rank=2)
     rows_layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
-    values = gl.allocate_shared_memory(gl.uint8, [STAGES * _PIECES, 32, 128], values_layout)
-    scales = gl.allocate_shared_memory(gl.int32, [STAGES, 8, 32], scales_layout)
-    x_ring = gl.allocate_shared_memory(row_tiles.dtype, [STAGES * 2, ROWS, 64], rows_layout)
+    values = gl.allocate_shared_memory(gl.uint8, [STAGES, _FIRST * 16, 128], values_layout)
+    last_values = gl.allocate_shared_memory(gl.uint8, [STAGES, 16, 128], values_layout)
+    scales = gl.allocate_shared_memory(gl.int32, [STAGES, _FIRST, 32], scales_layout)
+    last_scales = gl.allocate_shared_memory(gl.int32, [STAGES, _FIRST, 32], scales_layout)
+    x_ring = gl.allocate_shared_memory(row_tiles.dtype, [STAGES * _SHARES, ROWS, 64], rows_layout)
     is_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     is_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
@@ -281,15 +248,15 @@ def _experts_kernel(
         mbarrier.init(is_free.index(stage), count=_PIECES)  # all groups have read it
     fence_async_shared()
     given = out, bias, scores, order, tiles
-    ring = x_ring, values, scales, is_full, is_free
+    ring = x_ring, values, last_values, scales, last_scales, is_full, is_free
     sizes = num_tiles, num_across, num_steps, num_outputs, num_rows, num_chosen
-    brought = row_tiles, value_tiles, scale_tiles, tiles
+    brought = row_tiles, value_tiles, last_value_tiles, scale_tiles, tiles
     gl.warp_specialize(
         [
             (_multiply, (given, ring, sizes, limit, alpha, 0, GATED, PARTS, SPLIT, STAGES, ROWS)),
             (_multiply, (given, ring, sizes, limit, alpha, 1, GATED, PARTS, SPLIT, STAGES, ROWS)),
             (_multiply, (given, ring, sizes, limit, alpha, 2, GATED, PARTS, SPLIT, STAGES, ROWS)),
-            (_bring, (brought, ring, sizes, not GATED, SPLIT, STAGES, ROWS)),
+            (bring, (brought, ring, sizes, not GATED, SPLIT, STAGES, ROWS, AT_ONCE)),
         ],
         [4, 4, 1],  # warps of all but the first function, which has the warps of the launch
         [MORE, MORE, LESS],  # registers of a thread in these
@@ -316,7 +283,7 @@ class TiledProduct:
     def tile_rows(self, num_tokens: int, num_chosen: int, num_experts: int) -> int:
         """See ExpertProduct."""
         mean = num_tokens * num_chosen / num_experts
-        most = ((4, 8), (8, 16), (20, 32), (100, 64))
+        most = ((4, 8), (8, 16), (20, 32), (100 if num_tokens > 64 else mean, 64))  # an expert is chosen once a token
         return next((rows for bound, rows in most if mean <= bound), 128)
 
     def num_parts(self, num_tiles: int) -> int:
@@ -329,12 +296,13 @@ class TiledProduct:
         num_tiles, (limit, alpha) = rows.tiles.shape[1], gates or (0.0, 0.0)
         split = out.shape[0] // num_chosen if out.dim() == 3 else 1
         _experts_kernel[(min(num_tiles * num_across * split, num_processors(out.device)),)](
-            TensorDescriptor.from_tensor(rows.x, [size, 64], _ROWS),
-            TensorDescriptor.from_tensor(self.tiles.values, [32, 128], _VALUES),
-            TensorDescriptor.from_tensor(self.tiles.scales, [8, 32], _SCALES),
+            TensorDescriptor.from_tensor(rows.x, [AT_ONCE[size], 64], _ROWS),
+            TensorDescriptor.from_tensor(self.tiles.values, [FIRST * 16, 128], _VALUES),
+            TensorDescriptor.from_tensor(self.tiles.values, [16, 128], _VALUES),
+            TensorDescriptor.from_tensor(self.tiles.scales, [FIRST, 32], _SCALES),
             out, self.bias, scores, rows.order, rows.tiles, num_tiles, num_across, num_steps, self.num_outputs,
             scores.numel(), num_chosen, limit, alpha, gates is not None, out.dim() == 3, split,
-            STAGES[size], size, *MULTIPLIERS_AND_COPIER, num_warps=4, maxnreg=REGISTERS, launch_pdl=True,
+            STAGES[size], size, AT_ONCE[size], *MULTIPLIERS_AND_COPIER, num_warps=4, maxnreg=REGISTERS, launch_pdl=True,
         )  # fmt: skip
 
 

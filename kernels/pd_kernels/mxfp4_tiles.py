@@ -1,8 +1,9 @@
 """Experts' weights in MXFP4, in the order in which `gluon_mxfp4_experts` reads them.
 
-A tile has LINES outputs and STEP inputs of one expert: PIECES pieces of 4 KiB, and 1 KiB of scales. In a piece, a
-thread of four warps has 16 bytes for each half of the inputs. They hold those numbers that the matrix unit expects in
-the registers of the thread, so a number goes from memory to its register without another thread.
+A tile has LINES outputs and STEP inputs of one expert: PIECES * SHARES blocks of 2 KiB, each of PIECE outputs and 64
+inputs, and a row of 128 bytes with the scales of each block. A thread of four warps has 16 bytes of a block. They hold
+those numbers that the matrix unit expects in the registers of the thread, so a number goes from memory to its register
+without another thread.
 
 Two words hold 16 numbers as 8 pairs. The bits of a pair are where one rotation puts them into the sign, the exponent
 and the mantissa of two bfloat16: then they are the numbers times 2 ** -126. Six pairs are each in one word. The bits of
@@ -23,6 +24,8 @@ from pd_kernels.weight_forms import PackedWeight
 LINES, STEP = MXFP4_TILE
 PIECES = 3  # of a tile
 PIECE = LINES // PIECES  # outputs
+SHARES = STEP // 64  # of the inputs of a tile
+BLOCKS = PIECES * SHARES
 # To the left, of the pairs of the first, the second, and the selected word
 ROTATIONS = ((0, 4, 10), (2, 6, 12), (8, 14))
 SHIFTS = (2, 4, 6)  # those that no used bit passes the end in
@@ -35,8 +38,8 @@ _NUMBERS = 1 << 24  # that are packed at once: one expert's gates and ups of gpt
 class Mxfp4Tiles(NamedTuple):
     """A weight [E, out, in]; outputs and inputs after the last one are 0."""
 
-    values: torch.Tensor  # uint8 [E * tiles across * steps * PIECES * 32, 128]: pieces, in rows of the accelerator
-    scales: torch.Tensor  # int32 [E * tiles across * steps * 8, 32]: two rows a piece, exponents + 253
+    values: torch.Tensor  # uint8 [E * tiles across * steps * BLOCKS * 16, 128]: blocks, in rows of the accelerator
+    scales: torch.Tensor  # int32 [E * tiles across * steps * BLOCKS, 32]: a row a block, exponents + 253
 
 
 def fits(weight: PackedWeight) -> bool:
@@ -73,16 +76,17 @@ def _some_in_tiles(blocks: torch.Tensor, scales: torch.Tensor, is_gated: bool) -
     across, steps = cdiv(outputs, LINES), cdiv(32 * groups, STEP)
     codes = torch.stack((blocks & 15, blocks >> 4), -1).view(experts, outputs, 32 * groups)
     codes = _padded(_gates_and_ups_in_turn(codes, is_gated), across * LINES, steps * STEP)
-    # warps, both rows of a thread, its place in the warp; halves, groups of 32, pairs of a group and their places
-    codes = codes.view(experts, across, PIECES, 4, 2, 8, steps, 2, 2, 2, 2, 4, 2)
+    # warps, both rows of a thread, its place in the warp; shares, groups of 32, pairs of a group and their places
+    codes = codes.view(experts, across, PIECES, 4, 2, 8, steps, SHARES, 2, 2, 2, 4, 2)
     #                  0        1       2       3  4  5  6      7  8  9  10 11 12
     codes = codes.permute(0, 1, 6, 2, 7, 3, 5, 11, 4, 8, 9, 10, 12).reshape(-1, 8, 2)
     words = _words(codes.int())
     values = words.view(torch.uint8).view(-1, 8, 8, 16)  # rows of a swizzle's pattern, units of 16 bytes
     exponents = _padded(_gates_and_ups_in_turn(scales, is_gated), across * LINES, steps * STEP // 32) + 126
-    exponents = exponents.view(experts, across, PIECES, 4, 2, 8, steps, 2, 2).permute(0, 1, 6, 2, 7, 3, 5, 4, 8)
-    exponents = torch.nn.functional.pad(exponents.reshape(-1, 2 * PIECES, 128), (0, 0, 0, 8 - 2 * PIECES))
-    return _swizzled(values).view(-1, 128), _swizzled(exponents.view(-1, 8, 8, 16)).view(-1, 128).view(torch.int32)
+    exponents = exponents.view(experts, across, PIECES, 4, 2, 8, steps, SHARES, 2).permute(0, 1, 6, 2, 7, 3, 5, 4, 8)
+    exponents = exponents.reshape(-1, BLOCKS, 8, 16)  # the row after the first eight is the first of a copy of its own
+    exponents = torch.cat((_swizzled(exponents[:, :8]), exponents[:, 8:]), 1)
+    return _swizzled(values).view(-1, 128), exponents.view(-1, 128).view(torch.int32)
 
 
 def _gates_and_ups_in_turn(lines: torch.Tensor, is_gated: bool) -> torch.Tensor:

@@ -14,6 +14,7 @@ import torch
 
 from pd_kernels import mxfp4_tiles
 from pd_kernels.torch_biased_experts import TorchBiasedMix
+from pd_kernels.triton_few_pairs import MOST_PAIRS, sort_rows
 from pd_kernels.triton_mxfp4_experts import PlainProduct
 from pd_kernels.triton_pair_rows import sorted_rows, sum_pairs
 from pd_kernels.triton_pairs import OwnPairs, SortedRows, sort_pairs
@@ -72,11 +73,14 @@ class SortedMix:
         own = None if self.part is None else OwnPairs(chosen, self.part.first, num_experts)
         num_all = num_experts if self.part is None else self.part.num_experts
         size = self.gate_up.tile_rows(num_tokens, num_chosen, num_all)
-        pairs = sort_pairs(chosen, num_experts, size, own=own)
-        rows = SortedRows(sorted_rows(x, pairs.order, num_chosen), pairs.order, pairs.tiles)
+        if chosen.numel() <= MOST_PAIRS:
+            rows = sort_rows(x, chosen, num_experts, size, own)
+        else:
+            pairs = sort_pairs(chosen, num_experts, size, own=own)
+            rows = SortedRows(sorted_rows(x, pairs.order, num_chosen), pairs.order, pairs.tiles)
         activated = like.new_empty((chosen.numel(), self.down.num_inputs))
         self.gate_up.multiply(rows, activated, scores, size, self.gates)
-        num_parts = self.down.num_parts(pairs.tiles.shape[1]) if num_tokens <= _MOST_IN_PARTS and own is None else 0
+        num_parts = self.down.num_parts(rows.tiles.shape[1]) if num_tokens <= _MOST_IN_PARTS and own is None else 0
         if num_parts:
             results = scores.new_empty((num_parts * num_chosen, num_tokens, hidden))
         else:

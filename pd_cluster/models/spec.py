@@ -104,7 +104,7 @@ class ModelSpec:
         """Bytes of a rank's weights, those that are not quantized with `dtype_bytes` each.
 
         An estimate: all products of layers count as quantized, and scales of float8 do not count (at most 0.5%).
-        Packed experts count with the room of the largest layout, which some devices do not use (4% of gpt-oss).
+        Packed experts count with the room of the largest layout, which some devices do not use (gpt-oss needs none).
         """
         if self.experts is not None and self.experts.form:
             room, size = ROOMS[self.experts.form], self.experts.size

@@ -14,7 +14,19 @@ pytest.importorskip("triton", reason="the Triton kernels need triton")
 
 from pd_kernels import mxfp4_tiles, reference, torch_experts, triton_biased_experts
 from pd_kernels.backends import TORCH
-from pd_kernels.mxfp4_tiles import KEPT, LINES, PIECES, ROTATIONS, STEP, USED, Mxfp4Tiles, fits, in_order, in_tiles
+from pd_kernels.mxfp4_tiles import (
+    KEPT,
+    LINES,
+    PIECES,
+    ROTATIONS,
+    SHARES,
+    STEP,
+    USED,
+    Mxfp4Tiles,
+    fits,
+    in_order,
+    in_tiles,
+)
 from pd_kernels.torch_biased_experts import TorchBiasedMix
 from pd_kernels.triton_biased_experts import SortedMix, make_biased_mix
 from pd_kernels.triton_mxfp4_experts import PlainProduct
@@ -135,7 +147,7 @@ def as_threads_read(tiles: Mxfp4Tiles) -> torch.Tensor:
     """What the kernel for Hopper GPUs has in registers: numbers [tiles, pieces, outputs, inputs], float64."""
     row, mask = torch.arange(8), 0xFFFFFFFF
     units = tiles.values.view(-1, 8, 8, 16)[:, row[:, None], row[:, None] ^ row]  # as the accelerator swizzles
-    words = units.reshape(-1, PIECES, 2, 4, 8, 4, 2, 8).view(torch.int32).long() & mask
+    words = units.reshape(-1, PIECES, SHARES, 4, 8, 4, 2, 8).view(torch.int32).long() & mask
     first, second = words[..., 0], words[..., 1]
     both = (first & KEPT) | (second & ~KEPT)
     pairs = [
@@ -145,9 +157,10 @@ def as_threads_read(tiles: Mxfp4Tiles) -> torch.Tensor:
     ]
     halves = torch.stack([torch.stack((pair & 0xFFFF, pair >> 16), -1) for pair in pairs], -2)
     numbers = (halves << 16).int().view(torch.float32).double() * 2.0**126
-    numbers = numbers.view(-1, PIECES, 2, 4, 8, 4, 2, 2, 2, 2, 2)  # halves, warps, lanes (2), rows, groups, places (3)
-    exponents = tiles.scales.view(torch.uint8).view(-1, 8, 8, 16)[:, row[:, None], row[:, None] ^ row]
-    exponents = exponents.reshape(-1, 8, 128)[:, : 2 * PIECES].reshape(-1, PIECES, 2, 4, 8, 1, 2, 2, 1, 1, 1)
+    numbers = numbers.view(-1, PIECES, SHARES, 4, 8, 4, 2, 2, 2, 2, 2)  # warps, lanes (2), rows, groups, places (3)
+    exponents = tiles.scales.view(torch.uint8).view(-1, PIECES * SHARES, 8, 16)
+    swizzled = exponents[:, row[:, None], row[:, None] ^ row]  # by one copy; the last row is the first of another one
+    exponents = torch.cat((swizzled, exponents[:, 8:]), 1).reshape(-1, PIECES, SHARES, 4, 8, 1, 2, 2, 1, 1, 1)
     numbers = numbers * torch.exp2(exponents.double() - 253)
     return numbers.permute(0, 1, 3, 6, 4, 2, 7, 8, 9, 5, 10).reshape(-1, PIECES * 64, STEP)
 
@@ -155,7 +168,7 @@ def as_threads_read(tiles: Mxfp4Tiles) -> torch.Tensor:
 @pytest.mark.parametrize("is_gated", [False, True])
 def test_each_number_is_where_its_thread_finds_it(is_gated: bool) -> None:
     """With sizes that fill no tile: what is after them is 0."""
-    outputs, inputs = 208, 160
+    outputs, inputs = 208, 224
     weight = random_packed(2, outputs, inputs, seed=3, scales=(0, 129))
     found = as_threads_read(in_tiles(weight, is_gated=is_gated)).view(2, -1, 2, LINES, STEP)
     found = found.transpose(2, 3).reshape(2, -1, 2 * STEP)
@@ -185,7 +198,7 @@ class NewStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 @pytest.mark.parametrize("at_once", [1, 5, 24])
-@pytest.mark.parametrize(("outputs", "inputs", "is_gated"), [(208, 160, True), (192, 128, False), (32, 416, True)])
+@pytest.mark.parametrize(("outputs", "inputs", "is_gated"), [(208, 160, True), (192, 192, False), (32, 416, True)])
 def test_a_weight_with_room_is_put_into_tiles_in_place(
     outputs: int, inputs: int, is_gated: bool, at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -253,14 +266,17 @@ def test_a_scale_without_a_factor_is_not_put_into_tiles() -> None:
 
 def test_the_rows_of_tiles_have_a_ring_that_fits_a_multiprocessor() -> None:
     pytest.importorskip("triton.experimental.gluon", reason="these products need Triton's Gluon")
-    from pd_kernels.gluon_mxfp4_experts import STAGES, TiledProduct
+    from pd_kernels.gluon_mxfp4_experts import TiledProduct
+    from pd_kernels.gluon_mxfp4_ring import STAGES
 
     product = TiledProduct(Mxfp4Tiles(torch.empty(0), torch.empty(0)), torch.zeros(1, LINES), 2880, LINES)
     found = [product.tile_rows(count, 4, experts) for experts in (32, 128) for count in range(1, 9000)]
     assert found[:1] == [8]
     assert set(found) == set(STAGES)
-    stage = {rows: LINES * STEP // 2 + 1024 + rows * STEP * 2 for rows in STAGES}
-    sums = {rows: 64 * (rows + 8) * 4 for rows in STAGES}  # on the way to memory, in rows with gaps
+    assert max(product.tile_rows(64, 4, experts) for experts in range(4, 40)) == 64, "parts are moved in float32"
+    stage = {rows: LINES * STEP // 2 + 2048 + rows * STEP * 2 for rows in STAGES}
+    # Sums of three groups on their way to memory: float32 of few tokens, some bfloat16 at a time of many
+    sums = {rows: 3 * (64 * rows * 4 if rows <= 64 else 2052) for rows in STAGES}
     assert all(STAGES[rows] * (stage[rows] + 16) + sums[rows] <= 227 * 1024 for rows in STAGES)
     assert product.num_parts(1) == 2
     assert product.num_parts(10000) == 1
@@ -274,7 +290,8 @@ def real(dtype: torch.dtype = torch.bfloat16) -> BiasedExperts:
 @on_hopper
 def test_all_codes_and_exponents_on_a_hopper_gpu() -> None:
     """Each code with each scale from 0 to 128, in few and in many rows: the numbers of bfloat16, subnormal ones too."""
-    from pd_kernels.gluon_mxfp4_experts import STAGES, TiledProduct
+    from pd_kernels.gluon_mxfp4_experts import TiledProduct
+    from pd_kernels.gluon_mxfp4_ring import STAGES
 
     weight = random_packed(1, 192, 129 * 32, seed=0)
     weight.scales[:] = torch.arange(129, dtype=torch.uint8)
@@ -333,8 +350,10 @@ def test_they_compile_for_a_hopper_gpu_and_keep_weights_and_sums_in_registers(ro
     pytest.importorskip("triton.experimental.gluon", reason="these products need Triton's Gluon")
     done = compile_by("tests.kernels.hopper_packed_experts", tmp_path, rows)
     assert done.output.count("0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads") == 2
+    assert "serialized" not in done.output, "the matrix unit works while a group unpacks"
+    assert all(int(size) <= 227 * 1024 for size in re.findall(r"(\d+) bytes of shared memory", done.output))
     groups, both = 3, 2  # of warps; weights of gates and ups, and of downs
-    assert done.output.count("mul.rn.bf16x2") == groups * both * 2 * 16
+    assert done.output.count("mul.rn.bf16x2") == groups * both * SHARES * 16
     product = r"mma.sync.aligned.m16n8k16" if rows == "8" else r"wgmma.mma_async.sync.aligned.m64n128k16"
-    assert done.output.count(product) == groups * both * 8
+    assert done.output.count(product) == groups * both * SHARES * 4
     assert re.search(r"ld\.shared\.v4\.b32", done.output)

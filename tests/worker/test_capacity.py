@@ -127,7 +127,7 @@ def test_weights_that_do_not_fit_are_refused_before_they_are_read() -> None:
 
 @pytest.mark.parametrize(
     ("shape", "weights_gb", "kv_bytes"),
-    [("8b", 16.06, 131_072), ("0.6b", 1.19, 114_688), ("gpt-oss-20b", 14.17, 49_152), ("gpt-oss-120b", 67.72, 73_728)],
+    [("8b", 16.06, 131_072), ("0.6b", 1.19, 114_688), ("gpt-oss-20b", 13.74, 49_152), ("gpt-oss-120b", 65.14, 73_728)],
 )
 def test_the_estimate_knows_weights_and_kv(shape: str, weights_gb: float, kv_bytes: int) -> None:
     small, large = (
