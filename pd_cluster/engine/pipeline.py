@@ -19,7 +19,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from pd_cluster.engine.step_timing import FROZEN_S, StepForecast, StepTiming
+from pd_cluster.engine.step_timing import FROZEN_S, LOOK_S, StepForecast, StepTiming
 from pd_cluster.scheduling.step_model import StepWork
 
 if TYPE_CHECKING:
@@ -106,15 +106,27 @@ class Pipeline:
         return bool(self._flights) and self._flights[-1].is_uncertain
 
     def spare_s(self, *, prompts_wait: bool) -> float:
-        """Seconds for which planning the next step may wait for more requests; 0: plan now."""
+        """Seconds for which planning the next step may wait for more requests, before it asks again; 0: plan now."""
         if len(self._flights) != 1 or self.depth == 1 or self._is_uncertain:
             return 0.0
-        return self._timing.spare_s(*self._running, self._flights[0].predicted_s, prompts_wait=prompts_wait)
+        return self._until_look(self._timing.spare_s(*self._running, self._predicted_s, prompts_wait=prompts_wait))
 
     @property
     def rest_s(self) -> float:
-        """Seconds for which the oldest step cannot end; 0: it may have ended."""
-        return 0.0 if self.depth == 1 else self._timing.rest_s(*self._running, self._flights[0].predicted_s)
+        """Seconds for which the oldest step is not looked at, because it cannot end yet; 0: it may have ended."""
+        return 0.0 if self.depth == 1 else self._until_look(self._timing.rest_s(*self._running, self._predicted_s))
+
+    def _until_look(self, seconds: float) -> float:
+        """A part of this wait for the oldest step, if that has prompts; 0 once it is over."""
+        flight = self._flights[0]
+        if not seconds or not flight.work.num_tokens:
+            return seconds
+        return 0.0 if flight.pending.is_over else min(seconds, LOOK_S)
+
+    @property
+    def _predicted_s(self) -> float:
+        """Of the oldest step."""
+        return self._flights[0].predicted_s
 
     @property
     def decode_s(self) -> float:

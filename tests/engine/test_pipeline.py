@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, cast
 import pytest
 
 from pd_cluster.engine.pipeline import Pipeline
-from pd_cluster.engine.step_timing import StepForecast
+from pd_cluster.engine.step_timing import LOOK_S, StepForecast
 from pd_cluster.scheduling.batch import Batch, BlockCopies, SequenceChunk, StepResult
 from pd_cluster.scheduling.step_model import StepModel, StepWork
 from pd_cluster.scheduling.stream_room import StreamRoom
@@ -292,3 +292,24 @@ def test_a_step_with_drafts_costs_the_time_of_the_host_where_steps_overlap(devic
         assert steps.gap_s == 0.0
         steps._timing.note_launch(Batch(0, chunks=(SequenceChunk(1, 4, 1, num_samples=1),)), 0.0009, 0.0007)
         assert steps.gap_s == (0.0 if depth == 1 else 0.0007)
+
+
+def test_a_wait_for_a_step_with_prompts_looks_whether_it_is_over(
+    device: FakeDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prediction may be too long by half of a step. What decodes take is known better, and waited for at once."""
+    streams = tuple(SequenceChunk(number, 10, 1, num_samples=1) for number in range(8))
+    steps = pipeline(device, 2)
+    monkeypatch.setattr(steps._timing, "_held", 1.0)
+    monkeypatch.setattr(steps._timing, "_decode_s", 0.02)
+    monkeypatch.setattr(steps._timing, "_num_decodes", 8)
+    monkeypatch.setattr(steps._model, "seconds", lambda work: 60.0)
+    steps.launch(lambda: Batch(1, chunks=(*streams, SequenceChunk(9, 0, 500))))
+    assert steps.spare_s(prompts_wait=True) == steps.rest_s == LOOK_S
+    monkeypatch.setattr(FakePending, "is_over", True)
+    assert steps.spare_s(prompts_wait=True) == steps.rest_s == 0
+    monkeypatch.setattr(FakePending, "is_over", False)
+    steps.retire()
+    monkeypatch.setattr(steps._timing, "_decode_s", 60.0)
+    steps.launch(lambda: Batch(2, chunks=streams))
+    assert min(steps.spare_s(prompts_wait=False), steps.rest_s) > 10 * LOOK_S
