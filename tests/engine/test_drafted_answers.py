@@ -65,7 +65,7 @@ def test_drafts_change_no_answer_and_leave_no_trace(roomy: Node, single: Answere
     WANTED.send(bench)
     found = bench.answered()
     expect_same(found, single)
-    assert num_drafts(bench) > 30
+    assert num_drafts(bench) > (0 if kind == LOOKUP else 30)  # how many are worth it follows from the machine's times
     assert (found.hashes, found.free) == (single.hashes, single.free), "the cache is that of single tokens"
     if mode == "off" and kind in KINDS:
         assert (found.num_steps < 0.9 * single.num_steps) == (kind != "wrong")

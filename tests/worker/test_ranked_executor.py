@@ -300,6 +300,7 @@ def stub_executor(ranks: Ranks, runner: SimpleNamespace) -> DeviceExecutor:
         sizes=(),
         describe=lambda: None,
         ranks=ranks,
+        memory=torch.empty(0, dtype=torch.uint8),
     )
     plan = SimpleNamespace(
         device=torch.device("cuda"), is_budget_measured=True, most_drafts=0, place=stub, config=make_config(2),
