@@ -24,6 +24,7 @@ _NOT_SERVED = {
     "attn_logit_softcapping": "a soft cap on scores is",
     "final_logit_softcapping": "a soft cap on logits is",
     "use_bidirectional_attention": "bidirectional attention is",
+    "per_layer_config": "a layer with settings of its own is",
 }
 
 
@@ -59,6 +60,9 @@ class ConfigRules:
     qkv_bias: bool | None = None  # None: as `attention_bias` says
     out_bias: bool | None = None
     attention_bias: bool = False  # default
+    other_names: tuple[tuple[str, str], ...] = ()  # of settings: (other, usual), of which transformers takes the other
+    is_one_bias: bool = False  # `attention_bias` and `mlp_bias` must say the same
+    refused: tuple[str, ...] = ()  # settings that other architectures read or ignore
     qk_norm: bool | None = False  # None: as `use_qk_norm` says
     norms_heads_together: bool = False  # QK norm has one row of all heads
     num_kv_heads: int | None = None  # default when the config has none; None: num_attention_heads
@@ -81,11 +85,15 @@ class ConfigRules:
 
 def read_spec(directory: Path, rules: ConfigRules, config: Mapping[str, Any]) -> ModelSpec:
     """Build the spec from a parsed `config.json`. Raises StartupError naming the setting that cannot be served."""
-    reader = ConfigReader(directory, config)
+    others = {name: config[other] for other, name in rules.other_names if config.get(other) is not None}
+    reader = ConfigReader(directory, config := {**config, **others})
     setting, activation = rules.activation
     reader.refuse(setting, reader.optional(setting, activation) != activation, f"only {activation} is served")
     for name, what in _NOT_SERVED.items():
         reader.refuse(name, bool(config.get(name)), f"{what} not served")
+    reader.refuse("is_causal", not config.get("is_causal", True), "attention to later tokens is not served")
+    for name in rules.refused:
+        reader.refuse(name, reader.optional(name, False) is not False, "in this model type only models without it are")
     num_heads, hidden_size = reader.integer("num_attention_heads"), reader.integer("hidden_size")
     num_layers = reader.integer("num_hidden_layers")
     # Here and for `head_dim` null is what Llama has without the setting, and no default of the model type
@@ -98,10 +106,14 @@ def read_spec(directory: Path, rules: ConfigRules, config: Mapping[str, Any]) ->
         "num_key_value_heads", num_heads % num_kv_heads != 0, f"{num_heads} heads cannot share {num_kv_heads}"
     )
     attention_bias = bool(reader.optional("attention_bias", rules.attention_bias))
+    has_bias = bool(reader.optional("mlp_bias", False))
+    reader.refuse("mlp_bias", rules.is_one_bias and has_bias != attention_bias, "attention has the same biases here")
     max_len = reader.integer("max_position_embeddings", rules.max_len)
     query_scalar = rules.query_scalar and reader.integer("query_pre_attn_scalar", rules.query_scalar)
     rope, window_rope = _read_ropes(reader, rules, max_len)
-    if rules.window_rope_theta is None or rope.kind == "yarn":  # Gemma 3's `linear` is counted in its configs' context
+    # Gemma 3's `linear` is counted in its configs' context. YaRN that no config names, in transformers' context
+    is_counted = rules.window_rope_theta is not None and rope.kind != "yarn"
+    if not is_counted and not _is_default_rope(reader, rules):
         max_len = scaled_length(max_len, _rope_settings(reader, rules)[1])
     head_dim = reader.integer("head_dim", own_dim or hidden_size // num_heads)
     quantization, experts = read_quantization(directory, config), _read_experts(reader, rules, num_layers)
@@ -128,7 +140,7 @@ def read_spec(directory: Path, rules: ConfigRules, config: Mapping[str, Any]) ->
         windows=_read_windows(reader, rules, num_layers),
         qkv_bias=attention_bias if rules.qkv_bias is None else rules.qkv_bias,
         out_bias=attention_bias if rules.out_bias is None else rules.out_bias,
-        mlp_bias=bool(reader.optional("mlp_bias", False)),
+        mlp_bias=has_bias,
         qk_norm=bool(reader.optional("use_qk_norm", False)) if rules.qk_norm is None else rules.qk_norm,
         tied_embeddings=bool(reader.optional("tie_word_embeddings", rules.tied_embeddings)),
         dtype=str(reader.optional("dtype", dtype)).removeprefix("torch."),
@@ -173,8 +185,10 @@ def _read_experts(reader: ConfigReader, rules: ConfigRules, num_layers: int) -> 
     reader.refuse("use_sliding_window", has_windows, "sliding windows are not served in this architecture")
     reader.refuse("qkv_bias", bool(rules.qkv_bias) and not has_bias, "in this architecture only models with it are")
     names = ("num_experts", "n_routed_experts", "num_local_experts")
-    name = next((name for name in names if reader.optional(name, None) is not None), names[-1])
-    num_experts, num_chosen = reader.integer(name), reader.integer("num_experts_per_tok")
+    given = [name for name in names if reader.optional(name, None) is not None] or names[-1:]
+    num_experts, num_chosen = reader.integer(given[0]), reader.integer("num_experts_per_tok")
+    differ = any(reader.integer(name) != num_experts for name in given)  # which counts differs between model types
+    reader.refuse(given[-1], differ, f"{given[0]} is {num_experts}")
     reader.refuse("num_experts_per_tok", num_chosen > num_experts, f"there are {num_experts} experts")
     dense, period = reader.optional("mlp_only_layers", ()), reader.integer("decoder_sparse_step", 1)
     reader.refuse("mlp_only_layers", not isinstance(dense, (list, tuple)), "a list of layers is expected")
@@ -249,6 +263,12 @@ def _read_ropes(reader: ConfigReader, rules: ConfigRules, max_len: int) -> tuple
     return full, window if window != full else None
 
 
+def _is_default_rope(reader: ConfigReader, rules: ConfigRules) -> bool:
+    """Whether RoPE is the architecture's own. So it is with null for `rope_scaling`, as transformers 5 reads it."""
+    has_none = not reader.object("rope_scaling") and reader.optional("rope_parameters", None) is None
+    return rules.rope is not None and has_none
+
+
 def _rope_settings(reader: ConfigReader, rules: ConfigRules) -> tuple[str, dict[str, Any]]:
     """The settings of layers with full attention, and the config's field that has them.
 
@@ -257,8 +277,8 @@ def _rope_settings(reader: ConfigReader, rules: ConfigRules) -> tuple[str, dict[
     Without both, those of the architecture. Raises StartupError if both name a type, and not the same.
     """
     old, new = (reader.object(field) for field in ("rope_scaling", "rope_parameters"))
-    if rules.rope is not None and not old and reader.optional("rope_parameters", None) is None:
-        new = dict(rules.rope)
+    if _is_default_rope(reader, rules):
+        new = dict(rules.rope or {})
     has_types = rules.window_rope_theta is not None
     for field, settings, is_nested in (("rope_scaling", old, False), ("rope_parameters", new, has_types)):
         nested = any(isinstance(value, dict) for value in settings.values())
@@ -292,6 +312,9 @@ def _read_windows(reader: ConfigReader, rules: ConfigRules, num_layers: int) -> 
         return (reader.window(rules.default_window),) * num_layers
     has_windows = rules.windows is Windows.PATTERN or reader.optional("use_sliding_window", False)
     if rules.windows is Windows.NONE or not has_windows:
+        lost = isinstance(layer_types, list) and "sliding_attention" in layer_types
+        may_matter = rules.windows is Windows.SOME or rules.experts is not None  # Llama's ignores the setting
+        reader.refuse("layer_types", lost and may_matter, "without use_sliding_window no layer has a window")
         return none
     window = reader.window(rules.default_window)
     if layer_types is None and rules.windows is Windows.PATTERN:

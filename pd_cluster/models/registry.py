@@ -110,8 +110,17 @@ _GPT_OSS = ConfigRules(
     experts=ExpertsRules("intermediate_size", normalized=True, is_biased=True),
 )  # fmt: skip
 _LLAMA_TYPES = {
-    "internlm3": ConfigRules(num_kv_heads=2, max_len=32768, head_dim=128, norm_eps=1e-5),
-    "iquestcoder": ConfigRules(num_kv_heads=8, max_len=131072, head_dim=128, norm_eps=1e-5),
+    "internlm3": ConfigRules(
+        num_kv_heads=2,
+        max_len=32768,
+        head_dim=128,
+        norm_eps=1e-5,
+        other_names=(("qkv_bias", "attention_bias"), ("bias", "mlp_bias")),
+        is_one_bias=True,
+    ),
+    "iquestcoder": ConfigRules(
+        num_kv_heads=8, max_len=131072, head_dim=128, norm_eps=1e-5, refused=("use_sliding_window", "clip_qkv")
+    ),
 }
 ARCHITECTURES: dict[str, Architecture] = {
     "LlamaForCausalLM": Architecture(ConfigRules(), types=_LLAMA_TYPES),

@@ -69,6 +69,8 @@ def _check(parsed: Any, architectures: object) -> None:
     for name, what in _NOT_SERVED.items():
         if value := getattr(parsed, name, None):
             raise UnservedModel(f"{name} = {value!r}: {what} not served")
+    if not getattr(parsed, "is_causal", True):  # only masks say so, and our attention gets none
+        raise UnservedModel("is_causal = false: attention to later tokens is not served")
     if parsed.get_text_config() is not parsed:
         raise UnservedModel("wrappers of a text model are not served")
     if unknown := set(getattr(parsed, "layer_types", None) or ()) - _LAYER_TYPES:
@@ -109,7 +111,8 @@ def _describe(module: Any, config: Mapping[str, Any]) -> ModelSpec:
     ropes = _ropes(parsed)
     lengths = [rope["original_max_position_embeddings"] for rope in ropes if rope.get("rope_type") == "longrope"]
     longest = parsed.max_position_embeddings  # where layers have several RoPEs, the scaled one: see `read_spec`
-    lengths.append(scaled_length(longest, ropes[0]) if len(ropes) == 1 else longest)
+    is_named = config.get("rope_scaling") or config.get("rope_parameters") is not None  # and no default of transformers
+    lengths.append(scaled_length(longest, ropes[0]) if len(ropes) == 1 and is_named else longest)
     return ModelSpec(
         architecture=type(module).__name__,
         vocab_size=vocab_size,
