@@ -10,6 +10,7 @@ import pytest
 
 from pd_cluster.protocol.messages import Work
 from pd_cluster.scheduling.lent_memory import LENT_WAIT_S, patience_s
+from pd_cluster.scheduling.sequence import Request
 from tests.scheduling.mixed_nodes import DEADLINE_S, MixedNodes
 from tests.scheduling.simulation import BLOCK_SIZE, message
 from tests.scheduling.world import World
@@ -137,6 +138,31 @@ def test_a_load_that_begins_again_waits_from_then_on() -> None:
         nodes.advance(0.2 * LENT_WAIT_S)
         assert target.reasons == ["lease_ended", "no_room"] + ["no_room"] * num_given_up
     target.transfers.prefill_locally("x")
+    nodes.seconds_until_done(2 * DEADLINE_S)
+    nodes.check_empty()
+
+
+def test_what_has_waited_before_any_load_does_not_count() -> None:
+    """A search of the pool waits first, but nothing is given up for its sake: it ends soon, or takes less."""
+    nodes = MixedNodes((6, 12))
+    target = nodes.nodes[0]
+    scheduler = target.world.scheduler
+    nodes.hand_over(asked("lent", 4), 0, None)
+    nodes.advance(0.5)
+    search = Request.from_message(asked("search", 4))
+    scheduler.park(search)
+    search.load_id = "search@1"
+    assert scheduler.reserve(search, 3 * BLOCK_SIZE) is None
+    for name in ("x", "y"):
+        nodes.hand_over(asked(name, 4), 1, 0)
+        nodes.advance(0.9 * LENT_WAIT_S)
+        assert target.failed == []
+        nodes.nodes[1].release()
+        nodes.advance(LENT_WAIT_S)
+        assert target.reasons == ["lease_ended"]
+        target.failed.clear()
+        target.reasons.clear()
+    scheduler.abort(search)
     nodes.seconds_until_done(2 * DEADLINE_S)
     nodes.check_empty()
 
