@@ -326,9 +326,7 @@ class KvMemory:
 
     def _has_room_without(self, needs: list[int], claimant: Request, tables: Collection[BlockTable]) -> bool:
         """What `_make_room` would say if these tables were closed."""
-        return self._blocks.has_room_without(
-            self._with_spare(needs), chain(filter(None, self._pins(claimant)), tables)
-        )
+        return self._blocks.has_room_without(self._with_spare(needs), chain(filter(None, self._pins(claimant)), tables))
 
     def _make_room(self, needs: list[int], claimant: Request) -> bool:
         """Whether so many blocks by group can be taken; drops the pins of other parked requests for it, worst first."""

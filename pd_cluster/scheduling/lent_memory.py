@@ -47,7 +47,7 @@ class LentMemory:
         self, blocks: BlockManager, queues: Queues, memory: KvMemory, loads: LoadMemory, clock: Callable[[], float]
     ) -> None:
         self._blocks, self._queues, self._memory, self._loads, self._clock = blocks, queues, memory, loads, clock
-        self._waits: tuple[str | None, int] | None = None  # the load that waits first, and leases that had ended by then
+        self._waits: tuple[str | None, int] | None = None  # the load that is next, and leases that had ended by then
         self._since_s = self._paused_until_s = -inf
         self.tried: set[str] = set()
 

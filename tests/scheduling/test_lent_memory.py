@@ -97,7 +97,7 @@ def test_while_nothing_is_lent_no_load_waits_for_leases() -> None:
     world = World(num_blocks=6)
     lent, blocks = world.scheduler.lent, world.blocks
     other = take(world, 4)
-    refused_load(world)
+    waiting = refused_load(world)
     for now_s in (0.0, 1.0):
         world.now_s = now_s
         assert lent.waited_s() == 0
@@ -105,7 +105,12 @@ def test_while_nothing_is_lent_no_load_waits_for_leases() -> None:
     for now_s, waited_s in ((5.0, 0.0), (6.0, 1.0), (8.0, 3.0)):
         world.now_s = now_s
         assert lent.waited_s() == waited_s
-    blocks.end_lease("lease")
+    world.scheduler.drop_load(waiting)
+    waiting.load_id = "waiting#2"
+    assert world.scheduler.reserve(waiting) is None
+    assert lent.waited_s() == 0, "another load, though of the same request"
     world.now_s = 9.0
+    assert lent.waited_s() == 1
+    blocks.end_lease("lease")
     assert lent.waited_s() == 0
     blocks.close(other)
