@@ -8,8 +8,8 @@ elsewhere. The lease of that load ends, so the lender has room for a load of its
 Waiting begins anew when a lease of this node ends, or another load is the next to get blocks: then memory moves. What
 a node of a lesser name lends is given up later, so that of the nodes of a circle only one computes a prompt again.
 
-No node knows which node reads a lease of its own, nor so which of its loads stands in the way of whom. So one load is
-given up at a time, of a lender of which none was, if there is one, and then the worst claim.
+No node knows which node reads a lease of its own, so it cannot tell which of its loads holds that node up. One load is
+given up at a time: of a lender of which none was, if there is one, and of those the one with the worst claim.
 """
 
 from __future__ import annotations
