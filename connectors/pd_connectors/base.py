@@ -29,6 +29,7 @@ A pool promises nothing: a block that is missing, late or damaged there only mak
   handed over, if both specs have runs of them: runs may be shorter by optional groups. No pool has them.
 - `CachedBlock.group`: a pool stores objects of that group only. A prefix counts as found at a boundary when every
   group has the blocks that a later token reads. `Pool.find` is told by group what the engine has.
+- `cancel_load` is told the reason, under which the load counts as failed.
 - `Ticket.position_delta`: refuse a ticket with another value than 0.
 """
 
@@ -38,7 +39,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-from pd_connectors.protocol.errors import ConnectorUnavailable
+from pd_connectors.protocol.errors import ConnectorUnavailable, LoadFailure
 from pd_connectors.protocol.messages import NO_PREFILL, PrefillFacts, SampledToken
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from pd_connectors.protocol.errors import LeaseEnd, LoadFailure
+    from pd_connectors.protocol.errors import LeaseEnd
     from pd_connectors.protocol.layout import BlockLayout, BlockRun
     from pd_connectors.protocol.ticket import Ticket
     from pd_connectors.rank_port import RankPort
@@ -237,8 +238,8 @@ class SchedulerHalf(ABC):
         `load_id` is never reused. `deadline_s`: seconds from now until LoadFailed(DEADLINE)."""
 
     @abstractmethod
-    def cancel_load(self, load_id: str) -> None:
-        """Give the load up and leave its lease. LoadFailed(CANCELLED) and LoadDrained follow unless it has ended."""
+    def cancel_load(self, load_id: str, reason: LoadFailure = LoadFailure.CANCELLED) -> None:
+        """Give the load up and leave its lease. LoadFailed(reason) and LoadDrained follow unless it has ended."""
 
     # both
 

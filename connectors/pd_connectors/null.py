@@ -69,7 +69,7 @@ class NullConnector(Connector):
         self._num_rejected += 1
         self._wake()
 
-    def cancel_load(self, load_id: str) -> None:
+    def cancel_load(self, load_id: str, reason: LoadFailure = LoadFailure.CANCELLED) -> None:
         """Does nothing: the load has failed already."""
 
     def poll(self) -> list[Event]:

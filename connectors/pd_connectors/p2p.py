@@ -191,8 +191,8 @@ class PeerToPeerConnector(Connector):
     def begin_load(self, load_id: str, ticket: Ticket, deadline_s: float) -> None:
         self.submit(lambda reader, now: reader.begin(load_id, ticket, deadline_s, now))
 
-    def cancel_load(self, load_id: str) -> None:
-        self.submit(lambda reader, now: reader.cancel(load_id, now))
+    def cancel_load(self, load_id: str, reason: LoadFailure = LoadFailure.CANCELLED) -> None:
+        self.submit(lambda reader, now: reader.cancel(load_id, now, reason))
 
     def poll(self) -> list[Event]:
         """Raises ConnectorUnavailable when the control thread failed (our own bug): no load would ever end."""

@@ -24,6 +24,7 @@ from pd_connectors.base import (
 from pd_connectors.pool import PoolLimits, StorePool
 from pd_connectors.pool_url import read_pool_url
 from pd_connectors.port_share import share_port
+from pd_connectors.protocol.errors import LoadFailure
 from pd_connectors.protocol.messages import NO_PREFILL, PrefillFacts, SampledToken
 from pd_connectors.ranked_pool import RankedPool, RankPool
 from pd_connectors.registry import create_connector, rank_reader
@@ -120,8 +121,8 @@ class PooledConnector(Connector):
         self._loads.add(load_id)
         self._handoff.begin_load(load_id, ticket, deadline_s)
 
-    def cancel_load(self, load_id: str) -> None:
-        self._handoff.cancel_load(load_id)
+    def cancel_load(self, load_id: str, reason: LoadFailure = LoadFailure.CANCELLED) -> None:
+        self._handoff.cancel_load(load_id, reason)
 
     def send_after(self, publishes: Sequence[PublishSpec]) -> None:
         self._handoff.send_after(publishes)

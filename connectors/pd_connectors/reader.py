@@ -102,9 +102,9 @@ class Reader:
         """See WorkerHalf.recv_before. Skips a load that has failed meanwhile: its events were reported already."""
         self._with_pull(spec.load_id, lambda pull: pull.reserve(spec, now), now)
 
-    def cancel(self, load_id: str, now: float) -> None:
+    def cancel(self, load_id: str, now: float, reason: LoadFailure = LoadFailure.CANCELLED) -> None:
         """See SchedulerHalf.cancel_load."""
-        self._with_pull(load_id, lambda pull: pull.fail(LoadFailure.CANCELLED, "cancelled", now), now)
+        self._with_pull(load_id, lambda pull: pull.fail(reason, "cancelled", now), now)
 
     def cancel_all(self, now: float) -> None:
         """Shutdown: fail every load, release its lease and give its endpoint up."""

@@ -283,22 +283,31 @@ class KvTransfers:
                 intake.is_ready = False
         if self._searches.wants_blocks:
             self._searches.reserve()
-        if wanting and self._may_give_up:
-            self._give_up_one()
+        if self._may_give_up:
+            self._give_up_one([intake for intake in wanting if intake.is_ready])
 
-    def _give_up_one(self) -> None:
-        """Give up the load of the worst claim that has waited too long for what leases hold, as its lender may do."""
-        lent, ready = self._scheduler.lent, [intake for intake in self._intakes.values() if intake.is_ready]
+    def _give_up_one(self, ready: list[Intake]) -> None:
+        """Give up one of the loads that have waited too long for what leases hold, as its lender may do."""
+        lent = self._scheduler.lent
+        if not ready:
+            lent.begin_anew()
+            return
         waited_s = lent.waited_s()
         due = [intake for intake in ready if waited_s >= patience_s(self._own_id, intake.lender)]
         if not due:
             return
-        lent.begin_anew()
-        if lent.is_lacking:
-            load_id = max(due, key=lambda intake: intake.request.claim).load_id
-            assert load_id is not None
-            self._connector.cancel_load(load_id)
-            self._handle(LoadFailed(load_id, LoadFailure.NO_ROOM, "leases of this node hold the blocks that it needs"))
+        if not lent.is_lacking:
+            lent.begin_anew()
+            return
+        chosen = max(due, key=lambda intake: (intake.lender not in lent.tried, intake.request.claim))
+        lent.pause(chosen.lender)
+        self._give_up(chosen, LoadFailure.NO_ROOM, "leases of this node hold the blocks that it needs")
+
+    def _give_up(self, intake: Intake, reason: LoadFailure, detail: str) -> None:
+        load_id = intake.load_id
+        assert load_id is not None
+        self._connector.cancel_load(load_id, reason)
+        self._handle(LoadFailed(load_id, reason, detail))
 
     def forget(self, request: Request) -> None:
         """Forget an ended request. Its load, if there is one, is cancelled and becomes an orphan. Idempotent."""
@@ -358,8 +367,7 @@ class KvTransfers:
         num_top = 0 if sampling.beams is None else sampling.beams.width + len(intake.request.sequences[0].stop_ids)
         has_beams = all(len(token.top) >= num_top for token in event.tokens)
         if len(event.tokens) != sampling.num_first_tokens or not has_beams:  # a P that breaks its ticket's promise
-            self._connector.cancel_load(event.load_id)
-            self._handle(LoadFailed(event.load_id, LoadFailure.REJECTED, "wrong number of first tokens"))
+            self._give_up(intake, LoadFailure.REJECTED, "wrong number of first tokens")
             return
         self._report_some(self._scheduler.set_first_tokens(intake.request, event.tokens))
 

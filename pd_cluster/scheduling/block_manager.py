@@ -65,7 +65,7 @@ class BlockManager:
         self._host_hits = HostHits(self._memory, self.block_size, self._hits, self.copies)
         self.match_host, self.lacking = self._host_hits.extend, self._host_hits.lacking
         self._tables: set[BlockTable] = set()
-        self._leases: dict[str, BlockTable] = {}
+        self.leases: dict[str, BlockTable] = {}
         self.num_leases_ended = 0
         self._quarantines: dict[str, list[list[int]]] = {}  # by group
 
@@ -292,14 +292,14 @@ class BlockManager:
 
     def hold(self, lease_id: str, table: BlockTable) -> None:
         """Give the table to the lease. The caller must not use it any more."""
-        assert lease_id not in self._leases, f"lease {lease_id} holds blocks already"
-        self._leases[lease_id] = table
+        assert lease_id not in self.leases, f"lease {lease_id} holds blocks already"
+        self.leases[lease_id] = table
         for pool, held in self._by_group(table):
             pool.leased.update(held.ids)
 
     def end_lease(self, lease_id: str) -> bool:
         """Free the blocks of a lease. Returns False if it holds none."""
-        table = self._leases.pop(lease_id, None)
+        table = self.leases.pop(lease_id, None)
         if table is None:
             return False
         self.num_leases_ended += 1
@@ -328,11 +328,7 @@ class BlockManager:
     @property
     def is_lent(self) -> bool:
         """Whether a lease or a quarantine holds blocks."""
-        return bool(self._leases or self._quarantines)
-
-    def has_room_unlent(self, needs: list[int]) -> bool:
-        """Whether each group could take so many blocks at once if leases held none."""
-        return self._memory.has_room_without(needs, self._leases.values())
+        return bool(self.leases or self._quarantines)
 
     # host pool
 
@@ -382,14 +378,14 @@ class BlockManager:
     @property
     def idle(self) -> bool:
         """No table, lease or quarantine is left, and no host block is in use."""
-        return self.host.idle and not (self._tables or self._leases or self._quarantines)
+        return self.host.idle and not (self._tables or self.leases or self._quarantines)
 
     def check(self) -> None:
         """Raise AssertionError unless every block is accounted for once. O(blocks); run when idle and in tests."""
-        assert all(table in self._tables for table in self._leases.values()), "a lease holds a closed table"
+        assert all(table in self._tables for table in self.leases.values()), "a lease holds a closed table"
         for pool in self.pools:
             tables = [table.groups[pool.index] for table in self._tables]
-            leased = [table.groups[pool.index] for table in self._leases.values()]
+            leased = [table.groups[pool.index] for table in self.leases.values()]
             quarantined = [block_id for taken in self._quarantines.values() for block_id in taken[pool.index]]
             pool.check(tables, leased, quarantined)
         assert self.copies.pending.keys() <= self._tables, "a closed table is loaded"

@@ -16,7 +16,7 @@ from pd_cluster.scheduling.sequence import KvArrival, SequenceStatus
 from pd_cluster.scheduling.step_budget import is_stream
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Collection, Iterable
 
     from pd_cluster.scheduling.block_manager import BlockManager
     from pd_cluster.scheduling.block_table import BlockTable
@@ -91,9 +91,11 @@ class KvMemory:
         """Whether the blocks of these sequences, with the pins of all parked requests but `keep`, make room."""
         if not self.is_shared:
             return True
-        pins = (one.table for one in self._queues.parked if one is not keep and one.kv is KvArrival.ABSENT)
-        tables = chain((victim.table for victim in victims), pins)
+        tables = chain((victim.table for victim in victims), self._pins(keep))
         return self._blocks.has_room_without(needs, filter(None, tables))
+
+    def _pins(self, keep: Request | None) -> Iterable[BlockTable | None]:
+        return (one.table for one in self._queues.parked if one is not keep and one.kv is KvArrival.ABSENT)
 
     def drop_pin(self, keep: Request | None = None) -> bool:
         """Make the pinned prefix of the last parked request evictable. False: there is none but `keep`'s.
@@ -188,16 +190,8 @@ class KvMemory:
         if any(request.claim < claim for request in self._queues.reserving):
             return None
         blocks, size, is_swapped = self._blocks, self._blocks.block_size, seq.status is SequenceStatus.SWAPPED
-        num_kept, table = seq.num_computed_tokens if is_swapped else seq.num_reusable_tokens, blocks.open_table()
-
-        def hold(num_whole: int) -> int:
-            hashes = seq.iter_hashes(num_whole, size)
-            if not is_swapped:
-                return blocks.match(table, hashes) * size
-            blocks.match_runs(table, hashes, num_kept)  # the rest of each group comes from the host
-            return num_kept
-
-        found = self.hold_with_room(seq.request, table, hold, num_kept // size, len(seq.token_ids))
+        table = blocks.open_table()
+        found = self._hold(seq, table)
         if found is None:
             blocks.close(table)
             return None
@@ -217,6 +211,29 @@ class KvMemory:
         seq.table = table
         return copies
 
+    def _hold(
+        self, seq: Sequence, table: BlockTable, without: Collection[BlockTable] | None = None
+    ) -> tuple[int, list[int]] | None:
+        """`hold_with_room` for all tokens of a waiting sequence."""
+        blocks, size, is_swapped = self._blocks, self._blocks.block_size, seq.status is SequenceStatus.SWAPPED
+        num_kept = seq.num_computed_tokens if is_swapped else seq.num_reusable_tokens
+
+        def hold(num_whole: int) -> int:
+            hashes = seq.iter_hashes(num_whole, size)
+            if not is_swapped:
+                return blocks.match(table, hashes) * size
+            blocks.match_runs(table, hashes, num_kept)  # the rest of each group comes from the host
+            return num_kept
+
+        return self.hold_with_room(seq.request, table, hold, num_kept // size, len(seq.token_ids), without)
+
+    def fits_without(self, seq: Sequence, tables: Collection[BlockTable]) -> bool:
+        """Whether a waiting sequence would get blocks if these tables were closed, and had the best claim."""
+        table = self._blocks.open_table()
+        found = self._hold(seq, table, tables)
+        self._blocks.close(table)
+        return found is not None
+
     def _go_on_in_host(self, seq: Sequence, table: BlockTable, start: int) -> int:
         """Queue the loads that let a sequence begin after more tokens than the `start` that are on the device."""
         blocks, size = self._blocks, self._blocks.block_size
@@ -230,17 +247,19 @@ class KvMemory:
         return blocks.match_host(table, hashes, start // size, len(seq.token_ids), loads_sooner) * size
 
     def hold_with_room(
-        self, request: Request, table: BlockTable, hold: Callable[[int], int], num_whole: int, end: int
-    ) -> tuple[int, list[int]] | None:
+        self, request: Request, table: BlockTable, hold: Callable[[int], int], num_whole: int, end: int,
+        without: Collection[BlockTable] | None = None,
+    ) -> tuple[int, list[int]] | None:  # fmt: skip
         """Let a table hold what is cached, if there is room for the rest up to `end`. Returns the rest: start, needs.
 
         `hold` lets it hold what is cached of so many whole blocks, and returns where the rest begins. When nothing else
         is active it may hold nothing: cached blocks may lie so that no slab is left for another group.
+        `without`: if there would be room without these tables; then no pin is dropped.
         """
         for num in (num_whole, 0):
             start = hold(num)
             needs = self._blocks.needs(table, start, end)
-            if self._make_room(needs, request):
+            if self._make_room(needs, request) if without is None else self._has_room_without(needs, request, without):
                 return start, needs
             if not self._is_nothing_active:
                 break
@@ -302,10 +321,16 @@ class KvMemory:
         """Whether no sequence runs or has its KV."""
         return not self._queues.running and not self._queues.loaded
 
+    def _with_spare(self, needs: list[int]) -> list[int]:
+        return needs if self._is_nothing_active else list(map(add, needs, self._watermark))
+
+    def _has_room_without(self, needs: list[int], claimant: Request, tables: Collection[BlockTable]) -> bool:
+        """What `_make_room` would say if these tables were closed."""
+        return self._blocks.has_room_without(self._with_spare(needs), chain(filter(None, self._pins(claimant)), tables))
+
     def _make_room(self, needs: list[int], claimant: Request) -> bool:
         """Whether so many blocks by group can be taken; drops the pins of other parked requests for it, worst first."""
-        if not self._is_nothing_active:
-            needs = [need + spare for need, spare in zip(needs, self._watermark, strict=True)]
+        needs = self._with_spare(needs)
         if self._blocks.has_room(needs):
             return True
         can_gain = self.can_gain(needs, (), claimant)

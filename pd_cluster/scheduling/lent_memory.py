@@ -7,10 +7,14 @@ elsewhere. The lease of that load ends, so the lender has room for a load of its
 
 Waiting begins anew when a lease of this node ends, or another load is the next to get blocks: then memory moves. What
 a node of a lesser name lends is given up later, so that of the nodes of a circle only one computes a prompt again.
+
+No node knows which node reads a lease of its own, so it cannot tell which of its loads holds that node up. One load is
+given up at a time: of a lender of which none was, if there is one, and of those the one with the worst claim.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from math import inf
 from typing import TYPE_CHECKING
 
@@ -19,6 +23,7 @@ if TYPE_CHECKING:
 
     from pd_cluster.scheduling.block_manager import BlockManager
     from pd_cluster.scheduling.kv_memory import KvMemory
+    from pd_cluster.scheduling.load_memory import LoadMemory
     from pd_cluster.scheduling.queues import Queues
     from pd_cluster.scheduling.sequence import Request
 
@@ -33,39 +38,49 @@ def patience_s(own_id: str, lender_id: str) -> float:
 
 
 class LentMemory:
-    """Tells for how long loads have waited for what leases hold."""
+    """Tells for how long loads have waited for what leases hold.
 
-    def __init__(self, blocks: BlockManager, queues: Queues, memory: KvMemory, clock: Callable[[], float]) -> None:
-        self._blocks, self._queues, self._memory, self._clock = blocks, queues, memory, clock
-        self._waits: tuple[Request | None, int] = (None, 0)  # what waits first, and leases that had ended by then
-        self._since_s = inf
+    `tried`: the lenders of which a load was given up since memory moved last.
+    """
+
+    def __init__(
+        self, blocks: BlockManager, queues: Queues, memory: KvMemory, loads: LoadMemory, clock: Callable[[], float]
+    ) -> None:
+        self._blocks, self._queues, self._memory, self._loads, self._clock = blocks, queues, memory, loads, clock
+        self._waits: tuple[str | None, int] | None = None  # the load that is next, and leases that had ended by then
+        self._since_s = self._paused_until_s = -inf
+        self.tried: set[str] = set()
 
     def waited_s(self) -> float:
-        """Call it after each round of reservations. 0: no load waits, or something has moved."""
-        first, blocks = self._first, self._blocks
-        waits = first, blocks.num_leases_ended
-        if first is None or not blocks.is_lent or waits != self._waits:
-            self._waits, self._since_s = waits, self._clock()
-            return 0.0
-        return self._clock() - self._since_s
+        """Call it after each round of reservations. 0: no load waits, something has moved, or a pause lasts."""
+        first, blocks, now_s = self._first, self._blocks, self._clock()
+        waits = None if first is None or not blocks.leases else (first.load_id, blocks.num_leases_ended)
+        if waits is None or waits != self._waits:
+            self._waits, self._since_s = waits, now_s
+            self.tried.clear()
+        return 0.0 if now_s < self._paused_until_s else now_s - self._since_s
 
     @property
     def _first(self) -> Request | None:
         return min(self._queues.reserving, key=lambda request: request.claim, default=None)
 
     def begin_anew(self) -> None:
-        """Wait from now on: a load was given up, or would get no room by that."""
-        self._since_s = self._clock()
+        """Wait from the next call of `waited_s` on: no load waits, or none would get room by the end of leases."""
+        self._waits = None
+
+    def pause(self, lender: str) -> None:
+        """Let a load that was given up have its effect before another one is. What has waited has still waited."""
+        self.tried.add(lender)
+        self._paused_until_s = self._clock() + LENT_WAIT_S
 
     @property
     def is_lacking(self) -> bool:
-        """Whether what waits first would have room if no lease held any. It looks at every block that is lent."""
+        """Whether what waits first lacks room, and would have it if no lease held any. It looks at all lent blocks."""
         refused, first = self._memory.refused, self._first
         if first is None:
             return False
         if refused is not None and refused.request.group.claim(refused.precedence) < first.claim:
-            needs = self._memory.needs(refused)
+            fits_without = partial(self._memory.fits_without, refused)
         else:
-            assert first.table is not None
-            needs = self._blocks.needs(first.table, first.sequences[0].num_cached_tokens, first.num_loaded_tokens)
-        return self._blocks.has_room_unlent(needs)
+            fits_without = partial(self._loads.fits_without, first)
+        return not fits_without(()) and fits_without(self._blocks.leases.values())

@@ -8,7 +8,10 @@ from pd_cluster.scheduling.sequence import KvArrival
 from pd_connectors.base import LoadSpec
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from pd_cluster.scheduling.block_manager import BlockManager
+    from pd_cluster.scheduling.block_table import BlockTable
     from pd_cluster.scheduling.kv_memory import KvMemory
     from pd_cluster.scheduling.queues import Queues
     from pd_cluster.scheduling.sequence import Request
@@ -79,6 +82,20 @@ class LoadMemory:
 
     def _take_load_blocks(self, request: Request, num_tokens: int, *, is_prefix: bool) -> bool:
         """Give a load its blocks: in each group those after its own longest cached run. False: there is no room."""
+        assert request.table is not None
+        if not self._hold(request, num_tokens, is_prefix=is_prefix):
+            return False
+        self._blocks.grow(request.table, num_tokens, num_tokens)
+        return True
+
+    def fits_without(self, request: Request, tables: Collection[BlockTable]) -> bool:
+        """Whether the load of a whole prompt would get blocks if these tables were closed, and had the best claim."""
+        return self._hold(request, request.num_loaded_tokens, is_prefix=False, without=tables)
+
+    def _hold(
+        self, request: Request, num_tokens: int, *, is_prefix: bool, without: Collection[BlockTable] | None = None
+    ) -> bool:
+        """`KvMemory.hold_with_room` for a load."""
         blocks, lead, table = self._blocks, request.sequences[0], request.table
         size = blocks.block_size
         assert table is not None
@@ -90,10 +107,7 @@ class LoadMemory:
             return num_tokens
 
         num_whole = min(request.num_kept_tokens, num_tokens) // size
-        if self._memory.hold_with_room(request, table, hold, num_whole, num_tokens) is None:
-            return False
-        blocks.grow(table, num_tokens, num_tokens)
-        return True
+        return self._memory.hold_with_room(request, table, hold, num_whole, num_tokens, without) is not None
 
     def _is_next(self, request: Request) -> bool:
         """Whether no refused request or sequence has a better claim."""

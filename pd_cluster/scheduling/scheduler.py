@@ -93,7 +93,7 @@ class Scheduler:
         self._queues = Queues(config.max_num_seqs, self._turns)
         self._memory = KvMemory(blocks, self._queues, retract, clock, step_budget.model.prefill_s)
         self._load_memory = LoadMemory(blocks, self._queues, self._memory)
-        self.lent = LentMemory(blocks, self._queues, self._memory, clock)
+        self.lent = LentMemory(blocks, self._queues, self._memory, self._load_memory, clock)
         yielding = Yielding(self._turns, self._queues, self._memory)
         parts = config.max_drafts, blocks, self._memory, self._queues, step_budget
         self._drafting = drafting = None if speculation is None else Drafting(speculation, *parts)

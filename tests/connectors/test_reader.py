@@ -593,6 +593,14 @@ def test_what_was_read_is_counted(bench: Bench) -> None:
     assert (reader.loads.num_quarantined_loads, reader.loads.num_quarantined_blocks) == (1, 2)
 
 
+def test_a_load_that_is_given_up_counts_once_under_its_reason(bench: Bench) -> None:
+    ticket = bench.reading("a")
+    bench.reader.cancel("a", 1.0, LoadFailure.NO_ROOM)
+    bench.reader.cancel("a", 1.0)
+    assert {reason: count for reason, count in bench.counters.failed.items() if count} == {LoadFailure.NO_ROOM: 1}
+    assert bench.releases() == [Release(ticket.lease, done=False)]
+
+
 def test_shutdown_fails_every_load_and_gives_every_endpoint_up(bench: Bench) -> None:
     first, second = bench.reading("a"), bench.reading("b")
     bench.reader.cancel_all(1.0)

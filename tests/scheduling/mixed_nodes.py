@@ -72,6 +72,8 @@ class MixedNode:
         world = self.world
         self.transfers = KvTransfers(self.connector, world.scheduler, self.replies.append, world.take)
         self.reasons: list[str] = []  # of loads that failed
+        self.failed: list[str] = []  # their requests
+        self.asks_again = False  # then the test hands the prompt over again
 
     def admit(self, message: AddRequest) -> Request:
         request = Request.from_message(message)
@@ -83,12 +85,14 @@ class MixedNode:
         return request
 
     def tickets(self) -> list[TicketOpened]:
-        """Those that were opened since the last call. What asks for a P is told to compute here."""
+        """Those that were opened since the last call. What asks for a P is told to compute here, as a rule."""
         replies, self.replies[:] = list(self.replies), []
         for reply in replies:
             if isinstance(reply, NeedsPrefill):
                 self.reasons.append(reply.reason.partition(":")[0])
-                self.transfers.prefill_locally(reply.request_id)
+                self.failed.append(reply.request_id)
+                if not self.asks_again:
+                    self.transfers.prefill_locally(reply.request_id)
         return [reply for reply in replies if isinstance(reply, TicketOpened)]
 
     def turn(self) -> None:
@@ -114,6 +118,13 @@ class MixedNode:
             client = world.client(request)
             if client.terminal:
                 connector.finish_lease(lease_id, tuple(map(SampledToken, client.outputs[0])))
+
+    def release(self) -> None:
+        """End all leases, as a router may."""
+        for lease_id in list(self.world.leases):
+            self.transfers.release(lease_id)
+            self.world.published.pop(lease_id, None)
+            del self.world.leases[lease_id]
 
     def _forget_ended(self) -> None:
         """As the core does."""
@@ -146,12 +157,15 @@ class MixedNodes:
     def __post_init__(self) -> None:
         network = LoopbackNetwork(clock=self.time)
         self.nodes = [MixedNode(network, self.time, port, size) for port, size in enumerate(self.sizes, start=1)]
-        self.wanted: dict[str, tuple[int, AddRequest]] = {}  # of prompts that are handed over, by request
+        self.wanted: dict[str, tuple[int | None, AddRequest]] = {}  # of prompts that are handed over, by request
         self._numbers = count()
 
-    def hand_over(self, message: AddRequest, source: int, target: int) -> None:
-        """Let `source` compute the message's prompt, and `target` answer. The ticket comes in a turn."""
-        name = f"{message.request_id}-at-p"
+    def hand_over(self, message: AddRequest, source: int, target: int | None) -> None:
+        """Let `source` compute the message's prompt, and `target` answer. The ticket comes in a turn.
+
+        None: no node reads the lease. A request that `target` has is one that asked again.
+        """
+        name = f"{message.request_id}-at-p{next(self._numbers)}"
         self.wanted[name] = target, message
         self.nodes[source].admit(msgspec.structs.replace(message, request_id=name, work=Work.PREFILL))
 
@@ -165,8 +179,16 @@ class MixedNodes:
                     taken = msgspec.structs.replace(
                         message, work=Work.TAKE_OVER, ticket=opened.ticket, load_deadline_s=DEADLINE_S
                     )
-                    self.nodes[target].admit(taken)
+                    if target is not None:
+                        self._take_over(self.nodes[target], taken)
             self.time.now_s += TICK_S
+
+    def _take_over(self, node: MixedNode, message: AddRequest) -> None:
+        assert message.ticket is not None
+        if message.request_id in node.world.clients:
+            node.transfers.use_ticket(message.request_id, message.ticket, DEADLINE_S)
+        else:
+            node.admit(message)
 
     @property
     def is_done(self) -> bool:

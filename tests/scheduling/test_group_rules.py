@@ -386,7 +386,7 @@ def test_a_lease_keeps_what_it_hands_over_until_it_ends(window: int, length: int
     world = World(kv=kv, max_num_batched_tokens=budget)
     world.submit(message("p", prompt(length), work=Work.PREFILL))
     world.run_until_idle()
-    table = world.blocks._leases["lease-p"]
+    table = world.blocks.leases["lease-p"]
     for pool, held in zip(world.blocks.pools, table.groups, strict=True):
         assert held.first == pool.group.handed_over(length).start
         assert held.end == pool.blocks_for(length)
