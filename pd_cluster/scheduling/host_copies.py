@@ -24,6 +24,7 @@ from math import inf
 from typing import TYPE_CHECKING
 
 from pd_cluster.scheduling.copy_room import CopyRoom
+from pd_cluster.scheduling.sequence_room import most_held
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -176,7 +177,7 @@ class HostCopies:
         will, so many have a copy. So the order is looked at again only when a part of them has left it.
         """
         share = min(len(pool.refs) // AHEAD_SHARE, MOST_AHEAD if len(self._pools) == 1 else len(pool.refs))
-        ahead = max(pool.blocks_for(self.step_tokens) + LEAST_AHEAD, share)
+        ahead = max(most_held(pool.group, self.step_tokens) + LEAST_AHEAD, share)
         ahead = min(ahead, self.tier.num_blocks // 2) - pool.num_spare
         cache, own, spare = pool.cache, self._groups[pool.index], ahead // 4
         if ahead <= 0 or cache.num_left + ahead <= own.clean_to:

@@ -75,7 +75,7 @@ class HostHits:
             for block_id in on_device:
                 pool.acquire(block_id)  # nothing may evict it
             rests.append(list(zip(rest, found, strict=True)))
-            needs.append(pool.blocks_for(end) - first - len(held.ids) - len(on_device))
+            needs.append(pool.num_more(held, len(on_device), end))
             num_bytes += (len(found) - len(on_device)) * pool.group.block_bytes
         if self._memory.has_room(needs) and loads_sooner(boundary, num_bytes):
             self._place(table, rests, needs)

@@ -44,6 +44,7 @@ class HostTier:
         self.is_cache = is_cache
         for pool in pools:
             pool.on_evicted = partial(self._note_lowered, pool)
+            pool.on_forgotten = partial(self._note_gone, pool.index)
         self.groups = tuple(HostBlocks() for _ in pools)
         self.num_blocks = 0  # of each group
         self.gb_s = HOST_GB_S  # of copies each way

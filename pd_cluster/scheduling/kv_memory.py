@@ -106,7 +106,7 @@ class KvMemory:
                 if not any(held.ids for held in table.groups):
                     continue
                 self._blocks.close(table)
-                request.table = self._blocks.open_table()
+                request.table = self._blocks.open_table(reverses=request.may_sit_out)
                 return True
         return False
 
@@ -139,6 +139,11 @@ class KvMemory:
         if not seq.num_pending:  # else a beam that has nothing to compute before its next token is chosen
             self._queues.add(seq, self.num_cached(seq))
         return copies
+
+    def sit_out(self, seq: Sequence) -> None:
+        """See `Sequence.sit_out`."""
+        states, table = self._blocks.states, seq.table
+        seq.sit_out(seq.num_scheduled_tokens - 1 if states is None or table is None else states.take_back(table))
 
     # sequences that wait
 
@@ -188,7 +193,8 @@ class KvMemory:
         if any(request.claim < claim for request in self._queues.reserving):
             return None
         blocks, size, is_swapped = self._blocks, self._blocks.block_size, seq.status is SequenceStatus.SWAPPED
-        num_kept, table = seq.num_computed_tokens if is_swapped else seq.num_reusable_tokens, blocks.open_table()
+        num_kept = seq.num_computed_tokens if is_swapped else seq.num_reusable_tokens
+        table = blocks.open_table(reverses=seq.request.may_sit_out)
 
         def hold(num_whole: int) -> int:
             hashes = seq.iter_hashes(num_whole, size)
