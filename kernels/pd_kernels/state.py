@@ -21,7 +21,12 @@ PIECE = 64  # tokens
 class StateCache(NamedTuple):
     """One layer's states of all slots, of this rank's heads. Slots and heads may have any stride."""
 
-    conv: torch.Tensor  # [slots, channels, width - 1], the model's dtype: the last inputs, oldest first
+    conv: torch.Tensor
+    """[slots, key_heads, channels of one, width - 1], the model's dtype: the last inputs, oldest first.
+
+    A key head's channels are those of its query, of its key, and of the values of its value heads: so ranks split heads.
+    A head's part is contiguous.
+    """
     recurrent: torch.Tensor  # float32 [slots, value_heads, key_dim, value_dim]; a head's part is contiguous
 
 
@@ -52,12 +57,13 @@ class StateOps(Protocol):
     """
 
     def convolve(
-        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, conv: torch.Tensor, plan: StatePlan
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, cache: StateCache, plan: StatePlan
     ) -> torch.Tensor:
         """silu of the causal convolution of each channel alone, over `x` [T, C] and the inputs before it.
 
-        `weight` [C, width], the oldest input's first; `bias` [C]. `conv` is that of a StateCache, which the new inputs
-        are written to. -> [T, C] of the dtype of `x`.
+        The channels of `x`: queries of all key heads, their keys, then the values of all value heads. `weight`
+        [C, width], the oldest input's first; `bias` [C]. The new inputs are written to `cache.conv`. -> [T, C] of the
+        dtype of `x`.
         """
 
     def gates(

@@ -16,7 +16,7 @@ from pd_kernels.state import PIECE
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from pd_kernels.state import StatePlan
+    from pd_kernels.state import StateCache, StatePlan
 
 LENGTH_EPS = 1e-6  # added to the square of a query's or key's length, as Qwen3-Next does
 
@@ -33,13 +33,15 @@ class TorchState:
     """A StateOps."""
 
     def convolve(
-        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, conv: torch.Tensor, plan: StatePlan
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, cache: StateCache, plan: StatePlan
     ) -> torch.Tensor:
         """See StateOps."""
         out, taps, dtype = torch.zeros_like(x), weight.shape[1], torch.promote_types(x.dtype, torch.float32)
+        conv, places = cache.conv, _places_of_channels(cache)
+        sorted_places = places.argsort()
         for one in _sequences(plan):
             rows = x[one.tokens]
-            old = conv[one.source] if one.source >= 0 else torch.zeros_like(conv[0])
+            old = conv[one.source].flatten(0, 1)[places] if one.source >= 0 else x.new_zeros(len(places), taps - 1)
             seen = torch.cat((old.to(x.dtype), rows.T), 1)  # [C, width - 1 + tokens]
             parts = [seen[:, tap : tap + len(rows)].to(dtype) * weight[:, tap, None].to(dtype) for tap in range(taps)]
             total = sum(parts[1:], parts[0])
@@ -47,7 +49,7 @@ class TorchState:
                 total = total + bias[:, None].to(dtype)
             out[one.tokens] = F.silu(total).T.to(x.dtype)
             for end, slot in one.ends:
-                conv[slot] = seen[:, end : end + taps - 1]
+                conv[slot] = seen[sorted_places, end : end + taps - 1].view(conv.shape[1:])
         return out
 
     def gates(
@@ -89,6 +91,14 @@ class TorchState:
         value = x.to(dtype)
         normed = value * torch.rsqrt(value.square().mean(-1, keepdim=True) + eps)
         return (normed * weight.to(dtype) * F.silu(gate.to(dtype))).to(x.dtype)
+
+
+def _places_of_channels(cache: StateCache) -> torch.Tensor:
+    """int64 [C]: the place of each channel of `x` in `cache.conv` [key heads * channels of one]; see StateCache."""
+    num_heads, size = cache.conv.shape[1:3]
+    keys = cache.recurrent.shape[2]
+    at = torch.arange(num_heads * size, device=cache.conv.device).view(num_heads, size)
+    return torch.cat([part.flatten() for part in at.split((keys, keys, size - 2 * keys), 1)])
 
 
 def _normed(x: torch.Tensor) -> torch.Tensor:
