@@ -104,6 +104,26 @@ _GPT_OSS = ConfigRules(
     rope_theta=150000.0,
     experts=ExpertsRules("intermediate_size", normalized=True, is_biased=True),
 )
+_QWEN3_NEXT = ConfigRules(
+    qkv_bias=False,
+    out_bias=False,
+    qk_norm=True,
+    num_kv_heads=2,
+    max_len=32768,
+    head_dim=256,
+    rotary_part=0.25,
+    has_states=True,
+    experts=ExpertsRules("moe_intermediate_size", default_normalized=True, is_shared=True),
+)
+_QWEN3_5_MOE = replace(
+    _QWEN3_NEXT, experts=ExpertsRules("moe_intermediate_size", normalized=True, is_shared=True)
+)  # fmt: skip
+STATE_ARCHITECTURES: dict[str, Architecture] = {
+    "Qwen3NextForCausalLM": Architecture(_QWEN3_NEXT, "qwen3_next.Qwen3Next"),
+    "Qwen3_5ForCausalLM": Architecture(replace(_QWEN3_NEXT, num_kv_heads=4, experts=None), "qwen3_next.Qwen35"),
+    "Qwen3_5MoeForCausalLM": Architecture(_QWEN3_5_MOE, "qwen3_next.Qwen35"),
+}
+"""Models that compute, but that no engine serves: it has no slots for their states. See MISSING_PARTS."""
 ARCHITECTURES: dict[str, Architecture] = {
     "LlamaForCausalLM": Architecture(ConfigRules()),
     "MistralForCausalLM": Architecture(
