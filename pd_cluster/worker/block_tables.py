@@ -19,7 +19,7 @@ class BlockTables:
     """Block ids by group, row, and block of the sequence. Entries that no NewBlocks named are undefined."""
 
     def __init__(self, num_rows: int, max_len: int, block_sizes: Sequence[int]) -> None:
-        """`max_len`: tokens of a sequence. `block_sizes`: tokens of a block, by group."""
+        """`max_len`: tokens of a sequence. `block_sizes`: tokens of a block, by group, without that of states."""
         self.groups = range(len(block_sizes))
         self.arrays = [np.zeros((num_rows, table_width(max_len, size)), np.int32) for size in block_sizes]
         self._sizes = block_sizes
@@ -30,7 +30,8 @@ class BlockTables:
         return tuple(array.shape[1] for array in self.arrays)
 
     def write(self, row: int, new_blocks: tuple[NewBlocks, ...]) -> None:
-        for new in new_blocks:
+        """Set blocks, of each group at most once. Those of a group after the tables' are left out."""
+        for new in new_blocks[: len(self.arrays)]:
             self.arrays[new.group][row, new.first_block : new.first_block + len(new.block_ids)] = new.block_ids
 
     def copy(self, to: Ints, of: Ints) -> None:

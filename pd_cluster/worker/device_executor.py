@@ -118,7 +118,7 @@ class DeviceLoaded(DeviceState):
             return int(config.kv_cache_gb * 1e9)
         free = measure_free_bytes(
             plan.layout, limits.max_num_batched_tokens, self._run_largest_step, config.gpu_memory_utilization,
-            plan.device,
+            plan.device, plan.state_views,
         )  # fmt: skip
         if captures_steps(limits, plan.attentions, plan.device):
             row_bytes = plan.model.vocab_size * DTYPES[plan.model.dtype].itemsize
@@ -137,7 +137,7 @@ class DeviceLoaded(DeviceState):
             if longest < limit:
                 plan.progress(f"max_model_len {longest} (the KV cache has no room for the model's {limit} tokens)")
             torch.cuda.empty_cache()  # an attempt that failed may have left memory
-            cache = KVCache.allocate(plan.layout, slabs, num_host_blocks, plan.device, num_later)
+            cache = KVCache.allocate(plan.layout, slabs, num_host_blocks, plan.device, num_later, plan.state_views)
         return self.left_for(DeviceCached(plan, self._weights, cache, replace(plan.model, max_model_len=longest)))
 
     def unload(self) -> DeviceDescribed:

@@ -11,6 +11,7 @@ import torch
 from pd_cluster.errors import StartupError
 from pd_cluster.models.directory import model_directory
 from pd_cluster.models.shard import WHOLE, Shard
+from pd_cluster.models.state_views import state_caches
 from pd_cluster.worker.capacity import GPU_BLOCK_SIZE, decide_capacity
 from pd_cluster.worker.collectives import GroupReduce
 from pd_cluster.worker.cuda_graphs.set_up import capturable
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from pd_cluster.config import ModelConfig, NodeConfig
     from pd_cluster.models.reduce import Reduce
     from pd_cluster.worker.executor import ModelDescription
+    from pd_cluster.worker.kv_cache import StateViews
     from pd_cluster.worker.logits_stages.stage import LogitsStage
     from pd_cluster.worker.ranks import Ranks
     from pd_kernels.attention import GroupAttention
@@ -67,6 +69,12 @@ class DevicePlan:
         limits = self.config.scheduler
         keeps_states = any(group.kind is KVKind.STATE for group in self.layout.groups)
         return 0 if limits.speculation == "none" or keeps_states or self.outside_stages else limits.max_drafts
+
+    @property
+    def state_views(self) -> StateViews | None:
+        """Of the model's layers; None: no layer keeps a state."""
+        spec, dtype = self.model.spec.state, DTYPES[self.model.dtype]
+        return None if spec is None else lambda blocks: state_caches(spec, blocks, dtype)
 
     @classmethod
     def make(cls, config: NodeConfig, progress: Callable[[str], None], place: RankPlace | None = None) -> DevicePlan:

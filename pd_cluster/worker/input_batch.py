@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from pd_cluster.worker.block_tables import BlockTables
+from pd_cluster.worker.state_rows import StateRows
 from pd_cluster.worker.step_inputs import Part, ReplayInputs, Samples, StepInputs, TailInputs, up_to
 from pd_cluster.worker.verification import tokens_before
 from pd_kernels.values import Ints, PackedSequences, leading_ones
@@ -50,11 +51,13 @@ class InputBatch:
         last_group: int = 0,
         *,
         mixes_dtypes: bool = False,
+        has_states: bool = False,
     ) -> None:
-        """`block_sizes`: by KV group. `last_group`: that of the last layer.
+        """`block_sizes`: by KV group, without that of states. `last_group`: that of the last layer.
 
-        `mixes_dtypes`: memory of one group may be NaN for another one.
+        `mixes_dtypes`: memory of one group may be NaN for another one. `has_states`: the group after these is STATE.
         """
+        self.states = StateRows(num_rows, len(block_sizes)) if has_states else None
         self._tables = BlockTables(num_rows, max_len, block_sizes)
         self._last_group, self._mixes_dtypes, self._sampling = last_group, mixes_dtypes, sampling
         self._move, self._host_buffer = host_buffer.move, host_buffer
@@ -122,6 +125,7 @@ class InputBatch:
             sequences=self._pack(rows, lens, ends, query_starts, self._tables.groups),
             fresh_blocks=self._clear(rows, ends - lens, ends),
             tail=self._plan_tail(chunks, samples, query_starts),
+            states=self.states and self.states.plan(chunks, rows, lens, ends, self._move),
             samples=samples,
             early=early,
             late=late,
@@ -248,6 +252,8 @@ class InputBatch:
         self._tokens[row, :count] = start.token_ids
         self._num_tokens[row] = self._num_on_host[row] = count
         self._tables.write(row, start.tables)
+        if self.states is not None:
+            self.states.start(row, start.tables)
         self._sampling.start(row, start)
 
     def _step_beams(self, steps: tuple[BeamStep, ...]) -> None:
@@ -257,6 +263,8 @@ class InputBatch:
         to, of, longest = rows[moved], parents[moved], int(ends.max())
         self._tokens[to, :longest] = self._tokens[of, :longest]  # the right side is a copy of all rows
         self._tables.copy(to, of)
+        if self.states is not None:
+            self.states.copy(to, of)
         self._num_tokens[rows] = self._num_on_host[rows] = ends
         self._tokens[rows, ends - 1] = [step.token_id for step in steps]
 

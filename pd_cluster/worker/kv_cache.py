@@ -14,6 +14,7 @@ from pd_cluster.errors import StartupError
 from pd_cluster.worker.host_memory import HostMemory
 from pd_cluster.worker.plain_memory import plain_memory
 from pd_connectors.base import CacheDescription
+from pd_connectors.protocol.layout import KVKind
 from pd_connectors.protocol.slabs import KvSlabs
 from pd_kernels.fp8_cache import FP8, indexable
 from pd_kernels.values import KeysValues
@@ -21,9 +22,12 @@ from pd_kernels.values import KeysValues
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+    from pd_cluster.models.mixer import LayerCache
     from pd_cluster.scheduling.batch import BlockCopies
     from pd_connectors.protocol.layout import BlockLayout
     from pd_kernels.backends import Kernels
+
+    StateViews = Callable[[torch.Tensor], Mapping[int, LayerCache]]  # by layer, of a STATE group's blocks
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 KV_DTYPES = {**DTYPES, "float8_e4m3fn": FP8}
@@ -44,15 +48,16 @@ class KVCache:
     memory: torch.Tensor  # uint8 [n]: the slabs, and after them room for a block of padding
     tensors: tuple[torch.Tensor, ...]  # by group: [num_blocks + padding, *group.rank_shape(tp_size)], views of `memory`
     host: HostMemory
-    layer_caches: Mapping[int, KeysValues]  # by layer; layers of no group are absent
+    layer_caches: Mapping[int, LayerCache]  # by layer; layers of no group are absent
 
     @classmethod
     def allocate(
-        cls, layout: BlockLayout, slabs: KvSlabs, num_host_blocks: int, device: torch.device, num_later: int = 0
-    ) -> KVCache:
+        cls, layout: BlockLayout, slabs: KvSlabs, num_host_blocks: int, device: torch.device, num_later: int = 0,
+        states: StateViews | None = None,
+    ) -> KVCache:  # fmt: skip
         """Allocate the cache of a rank, zeroed. Raises StartupError when memory is short.
 
-        num_later: further host blocks, which are not ready.
+        num_later: further host blocks, which are not ready. states: the views into the blocks of a STATE group.
 
         Attention multiplies the value of a masked slot by 0, and 0 times uninitialized memory may be NaN.
         """
@@ -70,11 +75,13 @@ class KVCache:
             _blocks(memory, slabs.num_blocks(index) + _NUM_PADDING_BLOCKS, slabs.stride(index), shape, dtype)
             for index, (shape, dtype) in enumerate(zip(shapes, dtypes, strict=True))
         )
-        caches = {
+        caches: dict[int, LayerCache] = {
             layer: KeysValues(tensor[:, :, place, 0], tensor[:, :, place, 1])
             for group, tensor in zip(layout.groups, tensors, strict=True)
-            for place, layer in enumerate(group.layers)
+            for place, layer in enumerate(() if group.kind is KVKind.STATE else group.layers)
         }
+        if states is not None:
+            caches |= states(tensors[-1])
         return cls(layout, slabs, memory, tensors, host, caches)
 
     @property
@@ -109,8 +116,9 @@ class KVCache:
         _copy(copies, self.hosts, self.tensors, kernels)
 
     def clear(self, blocks: Sequence[torch.Tensor | None]) -> None:
-        """Zero blocks (int64 [n] by group) before they are filled in part: no read may depend on their old content."""
-        for tensor, fresh in zip(self.tensors, blocks, strict=True):
+        """Zero blocks (int64 [n] by group, without states) before they are filled in part: no read may depend on their
+        old content."""
+        for tensor, fresh in zip(self.tensors, blocks, strict=False):
             if fresh is not None:
                 indexable(tensor).index_fill_(0, fresh, 0)
 
