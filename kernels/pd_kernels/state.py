@@ -24,8 +24,8 @@ class StateCache(NamedTuple):
     conv: torch.Tensor
     """[slots, key_heads, channels of one, width - 1], the model's dtype: the last inputs, oldest first.
 
-    A key head's channels are those of its query, of its key, and of the values of its value heads: so ranks split heads.
-    A head's part is contiguous.
+    A key head's channels are those of its query, of its key, and of the values of its value heads, so that ranks split
+    heads. A head's part is contiguous.
     """
     recurrent: torch.Tensor  # float32 [slots, value_heads, key_dim, value_dim]; a head's part is contiguous
 
