@@ -60,7 +60,7 @@ def _pieces_kernel(
     total, row_at = tl.zeros([SIZE, CHANNELS], tl.float32), x + row[:, None] * x_stride + channel[None, :]
     old = conv + source * slot_stride + channel[None, :] * channel_stride
     for tap in tl.static_range(WIDTH):
-        behind: tl.constexpr = WIDTH - 1 - tap  # tokens
+        behind = WIDTH - 1 - tap  # tokens
         seen = tl.load(row_at - behind * x_stride, mask=inside & (row >= start + behind)[:, None], other=0.0)
         if (low < start + behind) & (source >= 0):  # of the first rows
             before = (row - start + tap)[:, None]

@@ -41,8 +41,8 @@ class PiecesTile(NamedTuple):
 
 
 PIECES_TILE = PiecesTile(64, 4, 2, 4, "tf32")
-"""tf32 moves T by 1.1e-4 to 1.1e-3 of its norm, for random to nearly equal keys; rounding T to bfloat16 moves it by 3.5e-4
-to 1e-3. With tf32x3 the first kernel spills 2 KiB of registers.
+"""tf32 moves T by 1.1e-4 to 1.1e-3 of its norm, for random to nearly equal keys, and rounding T to bfloat16 by 3.5e-4 to
+1e-3. With tf32x3 the first kernel spills 2 KiB of registers.
 """
 
 

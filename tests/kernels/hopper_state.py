@@ -51,13 +51,12 @@ def main() -> None:
     knobs.nvidia.dump_ptxas_log = True
     decode = {"KEYS": 128, "VALUES": 128, "PART": DECODE_TILE.values, "MIXED": False, "SAVES": True, "EARLY": True}
     early: dict[str, Any] = {"num_warps": DECODE_TILE.num_warps, "launch_pdl": True}
+    pieces = {**CONVOLVED, "SIZE": PIECE}
     found = {
         "decode": compile_kernel(_decode_kernel, decode, **early),
         "triangles": compile_kernel(_triangles_kernel, SIZE, num_warps=PIECES_TILE.triangle_warps),
         "states": compile_states(PIECES_TILE),
-        "convolved pieces": compile_kernel(
-            triton_convolution._pieces_kernel, {**CONVOLVED, "SIZE": PIECE}, num_warps=8
-        ),
+        "convolved pieces": compile_kernel(triton_convolution._pieces_kernel, pieces, num_warps=8),
         "convolved states": compile_kernel(triton_convolution._states_kernel, {"WIDTH": 4, "CHANNELS": 512}),
         "convolved decodes": compile_kernel(triton_convolution._decode_kernel, {**CONVOLVED, "EARLY": True}, **early),
         "gates": compile_kernel(_gates_kernel, {"TILE": 1024, "EARLY": True}, **early),
