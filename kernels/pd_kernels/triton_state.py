@@ -17,7 +17,7 @@ from pd_kernels.triton_delta_pieces import mix_pieces
 from pd_kernels.triton_dependent_launch import early_options, launches_early, others_may_start, wait_for_others
 
 if TYPE_CHECKING:
-    from pd_kernels.state import StatePlan
+    from pd_kernels.state import StateCache, StatePlan
 
 _TILE = 1024  # elements of a program
 
@@ -64,10 +64,10 @@ class TritonState:
     """A StateOps. Heads' sizes are powers of two of at least 16; keys' up to 128."""
 
     def convolve(
-        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, conv: torch.Tensor, plan: StatePlan
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, cache: StateCache, plan: StatePlan
     ) -> torch.Tensor:
         """See StateOps."""
-        return triton_convolution.convolve(x, weight, bias, conv, plan)
+        return triton_convolution.convolve(x, weight, bias, cache, plan)
 
     def gates(
         self, a: torch.Tensor, b: torch.Tensor, A_log: torch.Tensor, dt_bias: torch.Tensor

@@ -86,7 +86,8 @@ class Qwen3Next(Llama):
         """Make the product for gates, queries, keys and values. In `q_proj` a head's gate follows its query."""
         size, heads = self.spec.head_dim, self._share.shard.part(self.spec.num_heads, "query heads")
         runs = Runs.of_things(heads, 2 * size * self.spec.num_heads, (size, size, 2 * size), (0, size, 2 * size))
-        parts = {f"{name}.q_proj": runs, f"{name}.k_proj": self._keys, f"{name}.v_proj": self._keys}
+        keys = {f"{name}.{part}_proj": self._keys for part in ("k", "v")}
+        parts: dict[str, Cut | Runs] = {f"{name}.q_proj": runs, **keys}
         return self._parameters.linear("qkv", parts, self.spec.hidden_size)
 
     def _make_delta_layer(self, name: str, index: int, state: StateSpec) -> DeltaLayer:

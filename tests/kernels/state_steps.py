@@ -74,7 +74,8 @@ def make_cache(layer: Layer, num_slots: int, used: tuple[int, ...], dtype: torch
     """Views of a larger tensor, as those of one layer of several are. All slots that are not `used` are NaN."""
     random = torch.Generator().manual_seed(1)
     shape = (num_slots, layer.value_heads, 2, layer.key_dim, layer.value_dim)
-    conv = torch.full((num_slots, 2, layer.channels, WIDTH - 1), torch.nan)[:, 1]
+    of_head = layer.channels // layer.key_heads
+    conv = torch.full((num_slots, layer.key_heads, 2, of_head, WIDTH - 1), torch.nan)[:, :, 1]
     recurrent = torch.full(shape, torch.nan)[:, :, 1]
     for slot in used:
         conv[slot] = torch.randn(conv.shape[1:], generator=random)
@@ -104,7 +105,7 @@ def make_plan(parts: list[Part], device: torch.device, *, is_decode: bool = Fals
 def run_layer(ops: StateOps, layer: Layer, tokens: Tokens, cache: StateCache, plan: StatePlan) -> torch.Tensor:
     """The convolution and the delta rule after it, as a model has them: q, k and v are views. -> [T, H, value_dim]."""
     like = {"device": tokens.x.device, "dtype": tokens.x.dtype}
-    mixed = ops.convolve(tokens.x, layer.weight.to(**like), layer.bias.to(**like), cache.conv, plan)
+    mixed = ops.convolve(tokens.x, layer.weight.to(**like), layer.bias.to(**like), cache, plan)
     keys = layer.key_heads * layer.key_dim
     q, k, v = mixed.split((keys, keys, layer.value_heads * layer.value_dim), 1)
     q, k = (part.unflatten(1, (layer.key_heads, layer.key_dim)) for part in (q, k))

@@ -50,7 +50,7 @@ QWEN3_NEXT = {
     "partial_rotary_factor": 0.25, "rope_parameters": None, "decoder_sparse_step": 1, "mlp_only_layers": [],
     "norm_topk_prob": True, "quantization_config": FP8,
 }  # fmt: skip
-PUBLISHED = {
+PUBLISHED: dict[str, tuple[dict[str, Any], float, float, int]] = {
     "35B": (QWEN36_35B, 35.7, 64.4, 30),
     "27B": (QWEN38_27B, 29.4, 153.9, 48),
     "Next": (QWEN3_NEXT, 80.2, 77.3, 36),
