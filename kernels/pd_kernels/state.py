@@ -24,8 +24,8 @@ class StateCache(NamedTuple):
     conv: torch.Tensor
     """[slots, key_heads, channels of one, width - 1], the model's dtype: the last inputs, oldest first.
 
-    A key head's channels are those of its query, of its key, and of the values of its value heads: so ranks split heads.
-    A head's part is contiguous.
+    A key head's channels are those of its query, of its key, and of the values of its value heads, so that ranks split
+    heads. A head's part is contiguous.
     """
     recurrent: torch.Tensor  # float32 [slots, value_heads, key_dim, value_dim]; a head's part is contiguous
 
@@ -33,8 +33,9 @@ class StateCache(NamedTuple):
 class StatePlan(NamedTuple):
     """Where the states of a step's sequences are. All layers use it. Tensors are on the device.
 
-    No slot is written that another sequence of the step reads or writes, except slot 0. A sequence may have no token:
-    then nothing is read or written for it. Tokens from `starts[-1]` on are padding, with undefined results.
+    No slot is written that another sequence of the step reads or writes, except slot 0; no slot of `saves` is read or
+    written twice. A sequence may have no token: then nothing is read or written for it. Tokens from `starts[-1]` on are
+    padding, with undefined results.
     """
 
     sources: torch.Tensor  # int32 [seqs]: the slot that the state is read from; -1: it begins with zeros
@@ -43,7 +44,8 @@ class StatePlan(NamedTuple):
     positions: torch.Tensor  # int32 [seqs]: tokens of the sequence before this step
     saves: torch.Tensor | None  # int32 [pieces], at least piece_starts[-1]; None: nothing is saved
     """For each piece that a sequence touches, of each sequence in turn: the slot that the state at the piece's end is
-    copied to, -1 for none. Only pieces that are complete after this step may have one.
+    copied to, -1 for none. Only pieces that are complete after this step may have one. Its length is the size of
+    launches: a step that knows the number of its pieces gives it, also if nothing is saved.
     """
     piece_starts: torch.Tensor  # int32 [seqs + 1]: sequence i touches pieces [piece_starts[i], piece_starts[i + 1])
     is_decode: bool = False  # each sequence has exactly one token: token i is of sequence i. `saves` may be given too

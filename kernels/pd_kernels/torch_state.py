@@ -98,7 +98,7 @@ def _places_of_channels(cache: StateCache) -> torch.Tensor:
     num_heads, size = cache.conv.shape[1:3]
     keys = cache.recurrent.shape[2]
     at = torch.arange(num_heads * size, device=cache.conv.device).view(num_heads, size)
-    return torch.cat([part.flatten() for part in at.split((keys, keys, size - 2 * keys), 1)])
+    return torch.cat([part.flatten() for part in torch.split(at, [keys, keys, size - 2 * keys], 1)])
 
 
 def _normed(x: torch.Tensor) -> torch.Tensor:

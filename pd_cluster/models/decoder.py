@@ -124,7 +124,13 @@ class Decoder(ABC, Generic[FamilyLayer]):
         """Add what the layer computes of `attended` to `residual`, in place. -> the norm of the sum by `next_norm`."""
 
     def _mix(
-        self, layer: FamilyLayer, x: Normed, angles: RopeTable, inputs: ForwardInputs, cache: LayerCache, tail: Tail | None
+        self,
+        layer: FamilyLayer,
+        x: Normed,
+        angles: RopeTable,
+        inputs: ForwardInputs,
+        cache: LayerCache,
+        tail: Tail | None,
     ) -> torch.Tensor:
         """The layer's first product with `x`, mixed; see Mixer."""
         return layer.attention(layer.qkv(x), angles, inputs, cache, tail)

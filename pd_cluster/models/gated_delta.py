@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
+
 from pd_kernels.state import StateCache
 
 if TYPE_CHECKING:
-    import torch
-
     from pd_cluster.models.forward_inputs import ForwardInputs, Tail
     from pd_cluster.models.mixer import LayerCache
     from pd_cluster.models.rope import RopeTable
@@ -49,7 +49,7 @@ class GatedDelta:
         channels, values = len(self.convolution), num_heads * value_dim
         keys = (channels - values) // 2
         seen = self.ops.convolve(x[:, :channels], self.convolution, None, cache, plan)
-        query, key, value = seen.split((keys, keys, values), 1)
+        query, key, value = torch.split(seen, [keys, keys, values], 1)
         beta, decay = betas_decays.chunk(2, 1)
         decay, beta = self.ops.gates(decay, beta, self.decay_log, self.decay_bias)
         query, key = query.view(num_tokens, -1, key_dim), key.view(num_tokens, -1, key_dim)

@@ -105,7 +105,7 @@ def read_spec(directory: Path, rules: ConfigRules, config: Mapping[str, Any]) ->
     # MiniMax-M2's config names no dtype; what a float8 checkpoint does not quantize is bfloat16
     dtype = reader.optional("torch_dtype", "bfloat16" if quantization else "float32")
     is_biased = experts is not None and experts.is_biased
-    is_mixture = experts is not None and not experts.dense_layers  # then Qwen3.5's configs have no other size
+    no_dense = experts.size if experts is not None and not experts.dense_layers else None  # of feed-forwards: any size
     if quantization is not None and quantization.scales in BYTES_OF_FORM:
         form, quantization = quantization.scales.value, None
         reader.refuse("quantization_config", not is_biased, f"{form} is served in gpt-oss only")
@@ -115,7 +115,7 @@ def read_spec(directory: Path, rules: ConfigRules, config: Mapping[str, Any]) ->
         architecture=str(config["architectures"][0]),
         vocab_size=reader.integer("vocab_size"),
         hidden_size=hidden_size,
-        intermediate_size=reader.integer("intermediate_size", experts.size if is_mixture else None),
+        intermediate_size=reader.integer("intermediate_size", no_dense),
         num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,

@@ -61,7 +61,7 @@ class Parameters:
         dtype = torch.promote_types(self._dtype, torch.float32) if wide else self._dtype
         runs = own.parts if isinstance(own, Runs) else (range(shape[0]) if own is None else own,)
         tensor = torch.empty((sum(map(len, runs)), *shape[1:]), dtype=dtype, device=self._device)
-        places = tensor.split([len(run) for run in runs])
+        places = torch.split(tensor, [len(run) for run in runs])
         parts = [Slot(place, shape, start=run.start) for place, run in zip(places, runs, strict=True)]
         self.slots[name] = Slot.of_parts(parts)
         return tensor

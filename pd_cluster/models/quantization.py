@@ -57,7 +57,8 @@ class QuantizationSpec:
             parts = module.split(".")  # the names can be many (one a layer), so they are looked up
             ends = range(1, len(parts) + 1)
             found = any(".".join(parts[start:end]) in names for end in ends for start in range(end))
-            return not (found or any(pattern.match(name) for pattern in patterns for name in (module, *spellings(module))))
+            names_of_it = (module, *spellings(module))
+            return not (found or any(pattern.match(name) for pattern in patterns for name in names_of_it))
 
         return is_quantized
 

@@ -57,7 +57,13 @@ class Qwen3Next(Llama):
     offset_norms: ClassVar = True
 
     def _mix(
-        self, layer: LlamaLayer, x: Normed, angles: RopeTable, inputs: ForwardInputs, cache: LayerCache, tail: Tail | None
+        self,
+        layer: LlamaLayer,
+        x: Normed,
+        angles: RopeTable,
+        inputs: ForwardInputs,
+        cache: LayerCache,
+        tail: Tail | None,
     ) -> torch.Tensor:
         if not isinstance(layer, DeltaLayer):
             return super()._mix(layer, x, angles, inputs, cache, tail)
@@ -77,10 +83,11 @@ class Qwen3Next(Llama):
         return replace(layer, attention=GatedAttention(layer.attention, len(self._queries)))
 
     def _make_qkv(self, name: str) -> Linear:
-        """Make the product for gates, queries, keys and values. A head's rows of `q_proj` are its query and its gate."""
+        """Make the product for gates, queries, keys and values. In `q_proj` a head's gate follows its query."""
         size, heads = self.spec.head_dim, self._share.shard.part(self.spec.num_heads, "query heads")
         runs = Runs.of_things(heads, 2 * size * self.spec.num_heads, (size, size, 2 * size), (0, size, 2 * size))
-        parts = {f"{name}.q_proj": runs, f"{name}.k_proj": self._keys, f"{name}.v_proj": self._keys}
+        keys = {f"{name}.{part}_proj": self._keys for part in ("k", "v")}
+        parts: dict[str, Cut | Runs] = {f"{name}.q_proj": runs, **keys}
         return self._parameters.linear("qkv", parts, self.spec.hidden_size)
 
     def _make_delta_layer(self, name: str, index: int, state: StateSpec) -> DeltaLayer:
@@ -90,12 +97,10 @@ class Qwen3Next(Llama):
         values = Cut.of_things(value_heads, state.value_heads, state.value_dim)
         input_norm = weights.norm(f"{name}.input_layernorm.weight", spec.hidden_size)
         products, gates = self._delta_rows(module, state, key_heads)
-        total = state.key_heads * state.channels
         qkv = weights.linear("delta", products, spec.hidden_size)
         betas_decays = weights.linear("betas_decays", gates, spec.hidden_size)
-        convolution = weights.tensor(
-            f"{module}.conv1d.weight", total, 1, state.width, own=_by_kind(state, key_heads)
-        )  # fmt: skip
+        runs = _by_kind(state, key_heads)
+        convolution = weights.tensor(f"{module}.conv1d.weight", runs.total, 1, state.width, own=runs)
         mixer = GatedDelta(
             TorchState(),
             len(spec.group_windows),
@@ -119,7 +124,8 @@ class Qwen3Next(Llama):
         self, module: str, state: StateSpec, own: range
     ) -> tuple[Mapping[str, Cut | Runs], Mapping[str, Cut | Runs]]:
         """The rows of both products of a delta rule, of this rank's key heads `own`; see GatedDelta."""
-        size, keys, values = state.channels + state.ratio * state.value_dim, state.key_dim, state.ratio * state.value_dim
+        keys, values = state.key_dim, state.ratio * state.value_dim
+        size = state.channels + values
         of_kinds = ((0, keys, size), (keys, keys, size), (2 * keys, values, size), (2 * keys + values, values, size))
         of_gates = ((0, state.ratio, 2 * state.ratio), (state.ratio, state.ratio, 2 * state.ratio))
         return (

@@ -50,7 +50,7 @@ class Slot:
         return (*(slice(None),) * self.dim, slice(self.start, end))
 
     def fill(self, read: Callable[[Index], torch.Tensor]) -> None:
-        """Copy into `tensor` the part that `read` returns for `index`, converted to the tensor's dtype; then the `rest`.
+        """Copy into `tensor` the part that `read` returns for `index`, converted to its dtype; then fill the `rest`.
 
         Nothing is read for an empty part: of an expert or a bias that only other ranks have.
         """

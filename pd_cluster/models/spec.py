@@ -83,7 +83,7 @@ class StateSpec:
         return -(-len(self.layers) // self.ratio)
 
     def head_floats(self, dtype_bytes: int) -> int:
-        """The size of a value head's block in float32: its states, and inputs of `dtype_bytes` up to a multiple of 16."""
+        """Float32 numbers in a value head's block: its states, and inputs of `dtype_bytes` up to a multiple of 16."""
         inputs = self.head_layers * self.channels * (self.width - 1) * dtype_bytes
         return len(self.layers) * self.key_dim * self.value_dim + -(-inputs // 16) * 4
 

@@ -83,7 +83,7 @@ def spellings(name: str) -> list[str]:
 
 
 def fused_slots(slots: Collection[str]) -> dict[str, set[str]]:
-    """Slots of the experts of a layer in one tensor -> the slots of single experts. A checkpoint fills one or the other."""
+    """Slot of a layer's experts in one tensor -> the slots of single experts. A checkpoint fills one or the others."""
     found: dict[str, set[str]] = {}
     if any(name.endswith(_FUSED) for name in slots):
         for name in slots:

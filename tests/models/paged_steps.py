@@ -52,10 +52,9 @@ def serve_steps(
     """Compute `steps` with fixed token ids."""
     spec, dtype = model.spec, model.dtype
     num_heads, num_kv_heads = spec.num_heads // shard.size, len(shard.kv_heads(spec.num_kv_heads))
-    groups, states = spec.kv_groups(BLOCK, "float32"), None
+    groups, states = list(spec.kv_groups(BLOCK, "float32")), None
     if spec.state is not None:
-        *groups, group = groups
-        states = torch.zeros(TABLES.size, *group.rank_shape(shard.size))
+        states = torch.zeros(TABLES.size, *groups.pop().rank_shape(shard.size))
     caches = [torch.zeros((TABLES.size, num_kv_heads, *group.shape[1:]), dtype=dtype) for group in groups]
     layers: dict[int, LayerCache] = {
         layer: KeysValues(cache[:, :, place, 0], cache[:, :, place, 1])

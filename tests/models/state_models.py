@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from pd_cluster.models.directory import read_json
-from pd_cluster.models.model_share import ModelShare
 from pd_cluster.models.registry import ARCHITECTURES, STATE_ARCHITECTURES, build_model, resolve_spec
 from pd_cluster.models.weights import load_weights
 from pd_cluster.models.wrapper import STATE_WRAPPERS, WRAPPERS
@@ -20,6 +19,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from pd_cluster.models.model import Model
+    from pd_cluster.models.model_share import ModelShare
 
 _DELTA = {
     "num_hidden_layers": 5, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "eos_token_id": 2,

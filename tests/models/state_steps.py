@@ -47,15 +47,14 @@ def state_plan(chunks: Sequence[Chunk]) -> StatePlan:
     pieces = [chunk.pieces for chunk in chunks]
     saved = [chunk.saves.get(piece, -1) for chunk, own in zip(chunks, pieces, strict=True) for piece in own]
     sources = [chunk.source if chunk.source >= 0 else chunk.slot if chunk.start else -1 for chunk in chunks]
-    lists = (
-        sources,
-        [chunk.slot for chunk in chunks],
-        [0, *accumulate(len(chunk.ids) for chunk in chunks)],
-        [chunk.start for chunk in chunks],
-        saved,
-        [0, *accumulate(map(len, pieces))],
+    return StatePlan(
+        sources=torch.tensor(sources, dtype=torch.int32),
+        slots=torch.tensor([chunk.slot for chunk in chunks], dtype=torch.int32),
+        starts=torch.tensor([0, *accumulate(len(chunk.ids) for chunk in chunks)], dtype=torch.int32),
+        positions=torch.tensor([chunk.start for chunk in chunks], dtype=torch.int32),
+        saves=torch.tensor(saved, dtype=torch.int32),
+        piece_starts=torch.tensor([0, *accumulate(map(len, pieces))], dtype=torch.int32),
     )
-    return StatePlan(*(torch.tensor(values, dtype=torch.int32) for values in lists))
 
 
 class StateSteps:

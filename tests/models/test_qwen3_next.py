@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -20,7 +20,7 @@ from tests.models.state_models import STATE_MODELS, load, state_families
 from tests.models.state_steps import Chunk, StateSteps
 from tests.models.test_cut_models import check_equal
 from tests.models.thread_ranks import run_ranks
-from tests.worker.conftest import SavedModel, save_model
+from tests.worker.conftest import COMMON, SavedModel, save_model
 from tests.worker.driver import random_prompts
 from tests.worker.quantized_models import BLOCKS, QuantizedCase, compressed, save_quantized
 
@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from pd_cluster.models.model_share import ModelShare
     from tests.models.paged_steps import ServedSteps
 
-TOLERANCE = 1e-4  # of the logits' deviation; transformers multiplies pieces of 64 tokens, ours one token after the other
+TOLERANCE = 1e-4  # of the logits' deviation: transformers multiplies pieces of 64 tokens
+ROUNDED = 0.3  # where a row is rounded to float8 apart
 TABLES = [list(range(16 * row, 16 * row + 16)) for row in range(4)]
 
 
@@ -65,7 +66,7 @@ def test_whole_prompts_are_computed_as_in_transformers(saved: Callable[[str], Sa
     model, prompts = saved(name), random_prompts((5, 40, 64, 75), 320)
     steps = StateSteps(load(model.directory))
     logits = steps.step(*(Chunk(ids, 0, TABLES[row], row) for row, ids in enumerate(prompts)))
-    for found, ids in zip(logits.split([len(ids) for ids in prompts]), prompts, strict=True):
+    for found, ids in zip(torch.split(logits, [len(ids) for ids in prompts]), prompts, strict=True):
         check(found, model, ids)
     assert steps.states[len(prompts) :].isnan().all()
 
@@ -116,7 +117,9 @@ def test_two_runs_of_a_prompt_give_equal_bits_in_any_slot(saved: Callable[[str],
 
 
 @pytest.mark.parametrize("name", STATE_MODELS)
-def test_two_ranks_have_the_logits_the_keys_and_the_states_of_one(saved: Callable[[str], SavedModel], name: str) -> None:
+def test_two_ranks_have_the_logits_the_keys_and_the_states_of_one(
+    saved: Callable[[str], SavedModel], name: str
+) -> None:
     """A block of states is those of both ranks one after the other, so nodes of unequal degree read runs of bytes."""
     directory = saved(name).directory
     (whole,) = run_ranks(1, lambda share: serve_steps(load(directory, share), share.shard))
@@ -128,7 +131,9 @@ def test_ranks_cannot_share_one_key_head(saved: Callable[[str], SavedModel]) -> 
         run_ranks(4, lambda share: load(saved("qwen3-next").directory, share))
 
 
-def test_plain_experts_may_be_stored_as_one_tensor_of_a_layer(saved: Callable[[str], SavedModel], tmp_path: Path) -> None:
+def test_plain_experts_may_be_stored_as_one_tensor_of_a_layer(
+    saved: Callable[[str], SavedModel], tmp_path: Path
+) -> None:
     """As in Qwen3.5's own checkpoints; transformers saves them one by one."""
     directory = saved("qwen3.5-experts").directory
     tensors = load_file(directory / "model.safetensors")
@@ -146,26 +151,33 @@ def test_plain_experts_may_be_stored_as_one_tensor_of_a_layer(saved: Callable[[s
     logits = [StateSteps(load(place)).step(chunk) for place in (directory, tmp_path)]
     assert torch.equal(*logits)
     ranks = run_ranks(2, lambda share: serve_steps(load(tmp_path, share), share.shard))
-    check_equal(*run_ranks(1, lambda share: serve_steps(load(directory, share), share.shard)), ranks, TOLERANCE)
+    (whole,) = run_ranks(1, lambda share: serve_steps(load(directory, share), share.shard))
+    check_equal(whole, ranks, TOLERANCE)
     save_file(tensors | dict(list(single.items())[:1]), tmp_path / "model.safetensors")
     with pytest.raises(StartupError, match=r"stored twice: model\.layers\.0\.mlp\.experts\.0\.down_proj\.weight"):
         load(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["qwen3.5", "qwen3.5-experts"])
-def test_the_text_model_of_a_wrapper_is_the_text_model_alone(
-    saved: Callable[[str], SavedModel], tmp_path: Path, name: str
-) -> None:
+def test_the_text_model_of_a_wrapper_is_computed_as_in_transformers(tmp_path: Path, name: str) -> None:
     """Its tensors of images and of drafts are left unread."""
-    kind, directory = STATE_MODELS[name][0], saved(name).directory
-    config, tensors = json.loads((directory / "config.json").read_text()), load_file(directory / "model.safetensors")
-    wrapped = {"architectures": [f"{kind}ForConditionalGeneration"], "text_config": config, "vision_config": {}}
-    (tmp_path / "config.json").write_text(json.dumps(wrapped))
-    stored = {key.replace("model.", "model.language_model.", 1): tensor for key, tensor in tensors.items()}
-    others = ("model.visual.blocks.0.attn.qkv.weight", "mtp.fc.weight", "mtp.layers.0.self_attn.q_proj.weight")
-    save_file(stored | {key: torch.ones(2) for key in others}, tmp_path / "model.safetensors")
-    chunk = Chunk(random_prompts((20,), 320)[0], 0, TABLES[0], 0)
-    assert torch.equal(*(StateSteps(load(place)).step(chunk) for place in (directory, tmp_path)))
+    import transformers
+
+    kind, options = STATE_MODELS[name]
+    torch.manual_seed(0)
+    vision = {
+        "hidden_size": 32, "intermediate_size": 32, "depth": 1, "num_heads": 2, "patch_size": 4, "out_hidden_size": 48,
+        "num_position_embeddings": 16,
+    }  # fmt: skip
+    config = getattr(transformers, f"{kind}Config")(text_config={**COMMON, **options}, vision_config=vision)
+    model = getattr(transformers, f"{kind}ForConditionalGeneration")(config).eval()
+    model.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    assert {key.split(".")[1] for key in tensors if key.startswith("model.")} == {"language_model", "visual"}
+    drafts = {key: torch.ones(2) for key in ("mtp.fc.weight", "mtp.layers.0.self_attn.q_proj.weight")}
+    save_file(tensors | drafts, tmp_path / "model.safetensors")
+    (ids,) = random_prompts((40,), 320)
+    check(StateSteps(load(tmp_path)).step(Chunk(ids, 0, TABLES[0], 0)), SavedModel(tmp_path, model), ids)
 
 
 def test_in_bfloat16_states_stay_float32(saved: Callable[[str], SavedModel]) -> None:
@@ -177,7 +189,9 @@ def test_in_bfloat16_states_stay_float32(saved: Callable[[str], SavedModel]) -> 
     with torch.inference_mode():
         expected = model.model(torch.tensor([ids])).logits[0]
     assert (found - expected).abs().mean() < 0.05 * expected.std()
-    assert {cache.recurrent.dtype for cache in steps.caches.values() if isinstance(cache, StateCache)} == {torch.float32}
+    assert {cache.recurrent.dtype for cache in steps.caches.values() if isinstance(cache, StateCache)} == {
+        torch.float32
+    }
     wide, narrow = (short.spec.kv_groups(16, dtype)[-1].block_bytes for dtype in ("float32", "bfloat16"))
     assert wide - narrow == 6 * 2 * (2 * 16 + 3 * 24) * 3 * 2, "each of 6 heads has 2 of 4 layers"
 
@@ -188,20 +202,25 @@ _WIDE = {
     "linear_num_value_heads": 4, "initializer_range": 0.05,
 }  # fmt: skip
 _WIDE_EXPERTS = {
-    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "shared_expert_intermediate_size": 128,
+    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "shared_expert_intermediate_size": 256,
 }  # fmt: skip
 _GATES = r"lm_head|.*mlp\.gate$|.*shared_expert_gate$|.*in_proj_(ba|a|b)$"
 
 
 def _excluded(*names: str) -> list[str]:
     """As published: the modules of each layer by the names in a wrapper, if there is one."""
-    return ["lm_head", "model.visual.merger.linear_fc1", *(name.replace("N", str(at)) for at in (0, 1) for name in names)]
+    return [
+        "lm_head",
+        "model.visual.merger.linear_fc1",
+        *(name.replace("N", str(at)) for at in (0, 1) for name in names),
+    ]
 
 
 FLOAT8 = {
     "qwen3-next": QuantizedCase(
         "Qwen3Next",
-        {**BLOCKS, "modules_to_not_convert": _excluded("model.layers.N.linear_attn.in_proj_ba", "model.layers.N.mlp.gate")},
+        {**BLOCKS, "modules_to_not_convert": _excluded("model.layers.N.linear_attn.in_proj_ba",
+                                                       "model.layers.N.mlp.gate")},
         _GATES,
         {**_WIDE, **_WIDE_EXPERTS},
     ),
@@ -223,14 +242,16 @@ FLOAT8 = {
 
 @pytest.mark.parametrize("name", FLOAT8)
 def test_weights_in_float8_are_those_of_transformers(tmp_path: Path, name: str) -> None:
-    """A row that is rounded to the next number on one side only moves some logits, so the median counts."""
-    saved = save_quantized(FLOAT8[name], tmp_path)
-    (ids,) = random_prompts((70,), 320)
-    found = StateSteps(load(tmp_path)).step(Chunk(ids, 0, TABLES[0], 0))
-    with torch.inference_mode():
-        expected = saved.model(torch.tensor([ids])).logits[0]
-    errors = (found - expected).abs().amax(1) / expected.std()
-    assert errors.median() < 0.01
+    """Of short prompts, most of which have no sum that is rounded apart; see test_quantized_models."""
+    saved, prompts = save_quantized(FLOAT8[name], tmp_path), random_prompts((6, 6, 6, 6, 6), 320)
+    steps, errors = StateSteps(load(tmp_path)), []
+    logits = steps.step(*(Chunk(ids, 0, [row], row) for row, ids in enumerate(prompts)))
+    for found, ids in zip(torch.split(logits, 6), prompts, strict=True):
+        with torch.inference_mode():
+            expected = saved.model(torch.tensor([ids])).logits[0]
+        errors.append(((found - expected).abs().max() / expected.std()).item())
+    assert median(errors) <= TOLERANCE
+    assert max(errors) <= ROUNDED
     (whole,) = run_ranks(1, lambda share: serve_steps(load(tmp_path, share, UNROUNDED), share.shard))
     ranks = run_ranks(2, lambda share: serve_steps(load(tmp_path, share, UNROUNDED), share.shard))
     check_equal(whole, ranks, TOLERANCE)
@@ -250,4 +271,4 @@ def test_dummy_weights_are_the_same_whole_model_at_any_degree(settings: dict[str
         model.finish_loading()
         return serve_steps(model, share.shard)
 
-    check_equal(*run_ranks(1, of_rank), run_ranks(2, of_rank), TOLERANCE)
+    check_equal(run_ranks(1, of_rank)[0], run_ranks(2, of_rank), TOLERANCE)
