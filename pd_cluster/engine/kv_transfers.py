@@ -116,7 +116,13 @@ class KvTransfers:
         pool: Pool | None = None,
         logits_stages: Sequence[str] = (),
         disk: DiskTier | None = None,
+        *,
+        keeps_states: bool = False,
     ) -> None:
+        """`keeps_states`: the model has a STATE group. A state cannot give a token back, so a prompt of which the last
+        token is computed again, for its logits, is computed here as a whole.
+        """
+        self._keeps_states = keeps_states
         self._connector = connector
         self._scheduler = scheduler
         self._logits_stages = logits_stages
@@ -257,6 +263,10 @@ class KvTransfers:
         own_digest = sampling_digest(request.sampling, self._logits_stages)
         intake.redraw = None if request.is_parted else Redraw.due(ticket, own_digest)
         request.redraws = intake.redraw is not None
+        if self._keeps_states and request.num_kept_tokens < num_loaded:
+            intake.redraw, request.redraws = None, False
+            self.prefill_locally(request.request_id)
+            return
         intake.num_attempts += 1
         intake.load_id = request.load_id = f"{request.request_id}#{intake.num_attempts}"
         intake.is_ready = False

@@ -150,6 +150,8 @@ class InputBatch:
         places.positions[:num_tokens] = positions
         for group in self._tables.groups:
             places.slots[group, :num_tokens] = self._tables.slots(group, row_of_token, positions)
+        if self.states is not None:
+            self.states.fill(places.states, chunks, rows, positions)
         samples = self._plan_samples(chunks, rows, known, has_drafts=has_drafts)
         early, late = self._split(samples)
         num_rows = len(samples.draw_rows)  # a sequence with drafts goes on when its run is on the host

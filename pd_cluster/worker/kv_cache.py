@@ -189,9 +189,16 @@ def make_slabs(layout: BlockLayout, num_blocks: int, free_bytes: Callable[[], in
     """The slabs for `num_blocks` blocks, or with 0 those that fit. Raises StartupError if they are too few."""
     slabs = KvSlabs.of_blocks(layout, num_blocks) if num_blocks else KvSlabs.in_bytes(layout, free_bytes())
     groups = range(len(layout.groups))
+    has_states = layout.groups[-1].kind is KVKind.STATE
     least = 1 if len(groups) == 1 else len(groups) + 1  # a slab for each, and one that moves
     if slabs.num_slabs < least or min(map(slabs.num_blocks, groups)) < MIN_BLOCKS:
         size_mb, count = layout.block_bytes / 1e6, slabs.num_bytes // layout.rank_bytes
+        if has_states:
+            need_mb = least * slabs.slab_bytes / 1e6
+            raise StartupError(
+                f"the KV cache has {slabs.num_bytes / 1e6:.1f} MB; two states of a sequence and a block of its keys and "
+                f"values take {need_mb:.1f} MB: give it more memory"
+            )
         raise StartupError(f"the KV cache has room for {count} blocks of {size_mb:.1f} MB; give it more memory")
     return slabs
 

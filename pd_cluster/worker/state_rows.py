@@ -61,6 +61,14 @@ class StateRows:
         return StatePlan(sources, slots, starts_, positions_, saved, pieces, is_decode=bool((lens == 1).all()))
 
 
+    def fill(self, places: Ints, chunks: tuple[SequenceChunk, ...], rows: Ints, positions: Ints) -> None:
+        """Write the sources, slots and saves [3, S] of a captured step of decodes at `positions`."""
+        places[:2, : len(rows)] = self.step(chunks, rows)
+        saves = saves_of(chunks, np.arange(len(rows)) - positions // PIECE, len(rows))
+        if saves is not None:
+            places[2, : len(rows)] = saves
+
+
 def saves_of(
     chunks: tuple[SequenceChunk, ...], first_pieces: Ints, num_pieces: int
 ) -> npt.NDArray[np.int32] | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -20,9 +20,10 @@ from pd_cluster.scheduling.step_model import StepModel
 from pd_cluster.scheduling.targets import Targets
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Sequence as Ids
 
     from pd_cluster.scheduling.batch import Batch
+    from pd_cluster.scheduling.sequence import Sequence
     from pd_cluster.worker.device_executor import DeviceExecutor
     from pd_cluster.worker.pending_step import PendingStep
     from pd_connectors.base import LoadSpec, PublishSpec
@@ -31,9 +32,10 @@ if TYPE_CHECKING:
 
 @dataclass
 class Drawn:
-    """The logits of one draw, and the tokens before it."""
+    """The logits of one draw, after so many tokens of a sequence. Its tokens may become known later."""
 
-    ids: list[int]
+    seq: Sequence
+    end: int
     logits: torch.Tensor
 
 
@@ -46,6 +48,7 @@ class ScheduledWorker:
     depth: int = 2
     max_num_seqs: int = 8
     host_cache: bool = False
+    swaps: bool = True
     drawn: list[Drawn] = field(default_factory=list)
     published: dict[str, PublishSpec] = field(default_factory=dict)
     outputs: dict[str, list[list[int]]] = field(default_factory=dict)
@@ -56,8 +59,9 @@ class ScheduledWorker:
         for tensor in executor._cache.tensors:
             tensor.fill_(torch.nan)
         self.blocks = BlockManager(
-            executor.layout.groups, executor.slabs, num_host_blocks=executor.num_host_blocks, host_cache=self.host_cache
-        )
+            executor.layout.groups, executor.slabs, num_host_blocks=executor.num_host_blocks if self.swaps else 0,
+            host_cache=self.host_cache,
+        )  # fmt: skip
         self.scheduler = Scheduler(
             SchedulerConfig(max_num_seqs=self.max_num_seqs, max_num_batched_tokens=self.budget), self.blocks,
             max_model_len=executor.model.max_model_len, eos_token_ids=frozenset(), retract=lambda lease_id: 1,
@@ -68,7 +72,7 @@ class ScheduledWorker:
         executor.watch_logits(lambda logits: self._logits.append(logits.clone()))
 
     def add(
-        self, name: str, ids: Sequence[int], max_tokens: int = 4, work: Work = Work.GENERATE, n: int = 1,
+        self, name: str, ids: Ids[int], max_tokens: int = 4, work: Work = Work.GENERATE, n: int = 1,
         temperature: float = 0.0,
     ) -> Request:  # fmt: skip
         sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature, n=n, seed=1, ignore_eos=True)
@@ -80,22 +84,16 @@ class ScheduledWorker:
 
     def step(self) -> Batch:
         batch = self.scheduler.schedule()
-        known = {seq_id: list(seq.token_ids) for seq_id, seq in self.scheduler._queues.sequences.items()}
+        sequences = self.scheduler._queues.sequences
         num_logits = len(self._logits)
         self._running.append((batch, self.executor.launch(batch)))
         rows = iter(self._logits[num_logits]) if len(self._logits) > num_logits else iter(())
         for chunk in batch.chunks:
-            for _ in range(chunk.num_samples):
-                # what running steps draw before is not known yet
-                self.drawn.append(Drawn(known[chunk.seq_id], next(rows)))
-                self._note(chunk.seq_id, chunk.start + chunk.num_tokens)
+            end = chunk.start + chunk.num_tokens
+            self.drawn += [Drawn(sequences[chunk.seq_id], end, next(rows)) for _ in range(chunk.num_samples)]
         while len(self._running) >= self.depth:
             self._retire()
         return batch
-
-    def _note(self, seq_id: int, end: int) -> None:
-        """The ids before a draw are those of the sequence when it is over."""
-        self.drawn[-1].ids = _Ids(self.scheduler._queues.sequences[seq_id], end)  # type: ignore[assignment]
 
     def _retire(self) -> None:
         batch, pending = self._running.popleft()
@@ -140,18 +138,6 @@ class ScheduledWorker:
             self._retire()
 
 
-class _Ids:
-    """The first `end` tokens of a sequence, which may not all be known yet."""
-
-    def __init__(self, seq: object, end: int) -> None:
-        self._seq, self._end = seq, end
-
-    def __iter__(self):  # noqa: ANN204
-        ids = self._seq.token_ids[: self._end]  # type: ignore[attr-defined]
-        assert len(ids) == self._end
-        return iter(ids)
-
-
 def read(here: DeviceExecutor, load: LoadSpec, there: DeviceExecutor, publish: PublishSpec) -> None:
     """As a connector does: the blocks of each group from the first one that is lacking here."""
     for group, (mine, theirs) in enumerate(zip(load.runs, publish.runs, strict=True)):
@@ -162,9 +148,15 @@ def read(here: DeviceExecutor, load: LoadSpec, there: DeviceExecutor, publish: P
 
 def largest_error(worker: ScheduledWorker, model: torch.nn.Module) -> float:
     """Of all draws, of the deviation of the logits that transformers computes."""
-    worst = 0.0
+    worst, by_seq = 0.0, defaultdict[int, list[Drawn]](list)
     for one in worker.drawn:
+        by_seq[one.seq.seq_id].append(one)
+    for draws in by_seq.values():
         with torch.inference_mode():
-            expected = model(torch.tensor([list(one.ids)])).logits[0, -1]
-        worst = max(worst, ((one.logits - expected).abs().max() / expected.std()).item())
+            expected = model(torch.tensor([draws[0].seq.token_ids])).logits[0]
+        for one in draws:
+            if one.end <= len(expected):  # a step was planned before the last token was known to be the last
+                row = expected[one.end - 1]
+                worst = max(worst, ((one.logits - row).abs().max() / row.std()).item())
+    assert worker.drawn
     return worst

@@ -1,0 +1,155 @@
+"""Models that keep states, by the real scheduler and executor: each draw's logits beside those of transformers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pd_cluster.protocol.messages import Work
+from pd_cluster.worker.cuda_graphs.graph_sizes import decode_sizes
+from tests.models.state_models import STATE_MODELS, state_families
+from tests.worker.conftest import SavedModel, save_model
+from tests.worker.driver import make_executor, random_prompts
+from tests.worker.repeated_graphs import with_graphs
+from tests.worker.scheduled import ScheduledWorker, largest_error
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+TOLERANCE = 1e-4  # of the logits' deviation, as in tests/models/test_qwen3_next.py
+PIECE = 64
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SavedModel]:
+    kind, options = STATE_MODELS["qwen3-next"]
+    with state_families():
+        yield save_model(kind, tmp_path_factory.mktemp("state"), options)
+
+
+@pytest.fixture
+def start(saved: SavedModel) -> Iterator[Callable[..., ScheduledWorker]]:
+    """Starts a node. Memory that nothing has written is NaN."""
+    executors = []
+
+    def make(num_blocks: int = 40, **options: object) -> ScheduledWorker:
+        executors.append(make_executor(saved.directory, num_blocks=num_blocks))
+        return ScheduledWorker(executors[-1], **options)  # type: ignore[arg-type]
+
+    yield make
+    for executor in executors:
+        executor.close()
+
+
+def shared_prompts(length: int, *ends: int) -> list[list[int]]:
+    """Prompts with the same first `length` tokens, and so many more each."""
+    head, *tails = random_prompts((length, *ends), 320, seed=length)
+    return [[*head, *tail] for tail in tails]
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_chunks_beside_decodes_have_the_logits_of_whole_prompts(
+    saved: SavedModel, start: Callable[..., ScheduledWorker], depth: int
+) -> None:
+    worker = start(budget=37, depth=depth)
+    for number, ids in enumerate(random_prompts((1, 5, 64, 75, 130), 320)):
+        worker.add(f"{number}", ids, max_tokens=9 + number)
+    worker.run()
+    assert largest_error(worker, saved.model) < TOLERANCE
+
+
+@pytest.mark.parametrize("length", [64, 150])
+def test_a_hit_goes_on_from_the_state_at_its_end(
+    saved: SavedModel, start: Callable[..., ScheduledWorker], length: int
+) -> None:
+    """At the end of a prompt, then at a branch, and at the newest piece of an answer."""
+    worker, (first, second, third) = start(budget=50), shared_prompts(length, 70, 80, 20)
+    worker.add("first", first, max_tokens=60)
+    worker.run()
+    answered = worker.outputs["first"][0]
+    turn = worker.add("turn", [*first, *answered, *range(10, 40)])
+    worker.run()
+    assert turn.sequences[0].num_cached_tokens == (len(first) + len(answered) - 1) // PIECE * PIECE
+    branch = worker.add("branch", second)
+    worker.run()
+    assert branch.sequences[0].num_cached_tokens == 0, "there is no state where the prompts part"
+    after = worker.add("after", third)
+    worker.run()
+    assert after.sequences[0].num_cached_tokens == length // PIECE * PIECE
+    assert largest_error(worker, saved.model) < TOLERANCE
+
+
+def test_answers_of_one_prompt_go_on_in_slots_of_their_own(
+    saved: SavedModel, start: Callable[..., ScheduledWorker]
+) -> None:
+    worker, (prompt,) = start(budget=64), shared_prompts(64, 10)
+    for name, ids in (("n", prompt), ("whole pieces", prompt[:64])):
+        worker.add(name, ids, n=4, max_tokens=6, temperature=1.0)
+    worker.run()
+    assert len(set(map(tuple, worker.outputs["n"]))) > 1
+    assert largest_error(worker, saved.model) < TOLERANCE
+
+
+@pytest.mark.parametrize("swaps", [False, True])
+def test_a_preempted_sequence_goes_on_with_its_state(
+    saved: SavedModel, start: Callable[..., ScheduledWorker], swaps: bool
+) -> None:
+    worker = start(num_blocks=7, budget=48, swaps=swaps)
+    for number, ids in enumerate(random_prompts((20, 30, 25, 18, 22), 320)):
+        worker.add(f"{number}", ids, max_tokens=70)
+    worker.run()
+    counters = worker.scheduler.counters
+    assert counters[f"preemptions_{'swap' if swaps else 'recompute'}_total"] > 0
+    assert largest_error(worker, saved.model) < TOLERANCE
+
+
+@pytest.mark.parametrize("length", [5, 64, 75])
+def test_a_prompt_is_handed_over_with_its_state(
+    saved: SavedModel, start: Callable[..., ScheduledWorker], length: int
+) -> None:
+    """Also when all of its blocks are cached here."""
+    prefill, decode = start(budget=23), start()
+    (prompt,) = random_prompts((length,), 320, seed=length)
+    for name in ("first", "again"):
+        prefill.add(name, prompt, work=Work.PREFILL)
+        prefill.run()
+        decode.take_over(decode.add(name, prompt, max_tokens=5, work=Work.TAKE_OVER), prefill, f"lease-{name}")
+        decode.run()
+    assert decode.outputs["first"] == decode.outputs["again"]
+    assert largest_error(prefill, saved.model) < TOLERANCE
+    assert largest_error(decode, saved.model) < TOLERANCE
+
+
+def test_a_checkpoint_that_the_device_evicted_is_found_in_host_memory(
+    saved: SavedModel, start: Callable[..., ScheduledWorker]
+) -> None:
+    worker, prompts = start(num_blocks=4, budget=64, host_cache=True), shared_prompts(64, 10, 20)
+    worker.blocks.copies.wait_s = 0.0
+    worker.add("first", prompts[0], max_tokens=1)
+    worker.run()
+    for number, ids in enumerate(random_prompts((70, 80, 90), 320, seed=3)):
+        worker.add(f"{number}", ids, max_tokens=1)
+        worker.run()
+    before = worker.blocks.host.num_loaded
+    worker.add("second", prompts[1])
+    worker.run()
+    assert worker.blocks.host.num_loaded > before
+    assert largest_error(worker, saved.model) < TOLERANCE
+
+
+def test_replayed_decodes_read_and_write_their_slots(
+    saved: SavedModel, start: Callable[..., ScheduledWorker]
+) -> None:
+    """Padding writes nobody's slot, and a checkpoint is saved by a replay, too."""
+    worker, prompts = start(budget=64), shared_prompts(61, 1, 0, 9)
+    repeated = with_graphs(worker.executor, decode_sizes(4))
+    for number, ids in enumerate(prompts):
+        worker.add(f"{number}", ids, max_tokens=6)
+    worker.run()
+    answered = [*prompts[0], *worker.outputs["0"][0], *range(9)]
+    turn = worker.add("turn", answered, max_tokens=1)
+    worker.run()
+    assert turn.sequences[0].num_cached_tokens == PIECE
+    assert len(repeated.replayed) > 4
+    assert largest_error(worker, saved.model) < TOLERANCE
