@@ -190,7 +190,7 @@ class BlockPool:
         del path[num_kept:]
 
     def let_go(self, held: GroupBlocks, position: int, num_leased: int | None) -> None:
-        """Release what no token from `position` on reads, and no handoff of `num_leased` tokens moves. Not in a tree."""
+        """Release what no token from `position` on reads, and no handoff of `num_leased` moves. Not in a tree."""
         first = self.group.first_block(position)
         self.let_go_before(held, first if num_leased is None else min(first, self.group.handed_over(num_leased).start))
 

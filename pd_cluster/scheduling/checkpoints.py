@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 # Tokens. Of Qwen3-Next (77 MB a state) in 100 GB, shares of prompt tokens that are hits on Mooncake's conversation and
-# synthetic traces: 13.1 and 5.8% with prompts' ends alone, 13.9 and 6.2 with branches, 12.4 and 7.7 with each 8,192 too,
-# 6.1 and 4.3 with ends and each 2,048: a dense grid evicts the KV that it is for
+# synthetic traces: 13.1 and 5.8% with prompts' ends alone, 13.9 and 6.2 with branches, 12.4 and 7.7 with each 8,192
+# too, 6.1 and 4.3 with ends and each 2,048: a dense grid evicts the KV that it is for
 GRID = 8192
 
 

@@ -325,8 +325,8 @@ class Sequence:
     def sit_out(self, start: int) -> None:
         """Take the tokens of the newest step's chunk from `start` on back: the step draws no token after it.
 
-        It is the last token, or all of the chunk where a state has taken them in. The last token is computed and drawn again, in the same place and with the same random number. Until the step
-        retires:
+        It is the last token, or all of the chunk where a state has taken them in. They are computed again, and the draw
+        is in the same place and with the same random number. Until the step retires:
 
             position of the token    not pending, so no step is planned after it
             KV of the last token     not counted as computed, so its block stays out of the prefix cache and is the

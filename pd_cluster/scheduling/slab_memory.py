@@ -14,7 +14,7 @@ it from another group.
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import Counter
 from itertools import count, islice
 from math import lcm
 from operator import itemgetter, mul

@@ -125,7 +125,7 @@ class InputBatch:
             sequences=self._pack(rows, lens, ends, query_starts, self._tables.groups),
             fresh_blocks=self._clear(rows, ends - lens, ends),
             tail=self._plan_tail(chunks, samples, query_starts),
-            states=self.states and self.states.plan(chunks, rows, lens, ends, self._move),
+            states=None if self.states is None else self.states.plan(chunks, rows, lens, ends, self._move),
             samples=samples,
             early=early,
             late=late,

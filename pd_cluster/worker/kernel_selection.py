@@ -34,7 +34,9 @@ def attention_by_group(
     device: torch.device,
     progress: Callable[[str], None],
 ) -> tuple[GroupAttention, ...]:
-    """Choose a rank's attention of each KV group but that of states, which is the last. `dtype`: of queries; `wanted`: ModelConfig.attention_backend.
+    """Choose a rank's attention of each KV group but that of states, which is the last.
+
+    `dtype`: of queries; `wanted`: ModelConfig.attention_backend.
 
     Raises StartupError when no allowed backend can serve a group.
     """

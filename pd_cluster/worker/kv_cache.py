@@ -196,8 +196,8 @@ def make_slabs(layout: BlockLayout, num_blocks: int, free_bytes: Callable[[], in
         if has_states:
             need_mb = least * slabs.slab_bytes / 1e6
             raise StartupError(
-                f"the KV cache has {slabs.num_bytes / 1e6:.1f} MB; two states of a sequence and a block of its keys and "
-                f"values take {need_mb:.1f} MB: give it more memory"
+                f"the KV cache has {slabs.num_bytes / 1e6:.1f} MB; two states of a sequence and a block of its keys "
+                f"and values take {need_mb:.1f} MB: give it more memory"
             )
         raise StartupError(f"the KV cache has room for {count} blocks of {size_mb:.1f} MB; give it more memory")
     return slabs

@@ -60,7 +60,6 @@ class StateRows:
         saved = None if saves is None else move(saves)
         return StatePlan(sources, slots, starts_, positions_, saved, pieces, is_decode=bool((lens == 1).all()))
 
-
     def fill(self, places: Ints, chunks: tuple[SequenceChunk, ...], rows: Ints, positions: Ints) -> None:
         """Write the sources, slots and saves [3, S] of a captured step of decodes at `positions`."""
         places[:2, : len(rows)] = self.step(chunks, rows)
@@ -69,9 +68,7 @@ class StateRows:
             places[2, : len(rows)] = saves
 
 
-def saves_of(
-    chunks: tuple[SequenceChunk, ...], first_pieces: Ints, num_pieces: int
-) -> npt.NDArray[np.int32] | None:
+def saves_of(chunks: tuple[SequenceChunk, ...], first_pieces: Ints, num_pieces: int) -> npt.NDArray[np.int32] | None:
     """The slots that get the states at the ends of a step's pieces; None: there are none.
 
     `first_pieces`: by chunk, where piece 0 of its sequence would be.

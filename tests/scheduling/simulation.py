@@ -3,7 +3,8 @@
 A cell (group, block, slot) holds the hash of all tokens up to and including its position. Before a chunk is "computed",
 every earlier position that it reads must hold the right history in the block tables of every KV group: in FULL and
 LATENT all, in a WINDOW those that its first token sees. A block of a STATE group is one cell, the hash of all tokens
-that the state has taken in. A group that writes into a slab destroys what other groups had there. A sampled token is a function of the history
+that the state has taken in. A group that writes into a slab destroys what other groups had there.
+A sampled token is a function of the history
 and the sequence's seed: `continuation` says what a request must generate, whatever happened to its blocks meanwhile.
 """
 
@@ -339,7 +340,8 @@ class FakeWorker:
         return [(one, True) for one in written] + [(states.source, False)] * (states.source not in (states.slot, -1))
 
     def _step_state(self, group: int, row: Row, chunk: SequenceChunk, hashes: Sequence[int]) -> None:
-        size, end, source, saves = self.groups[group].block_size, chunk.start + chunk.num_tokens, row.source, ()
+        size, end, source = self.groups[group].block_size, chunk.start + chunk.num_tokens, row.source
+        saves: tuple[tuple[int, int], ...] = ()
         if chunk.states is not None:
             source, row.tables[group][0], saves = chunk.states.source, chunk.states.slot, chunk.states.saves
         assert (source < 0) == (not chunk.start), "a state that does not begin with zeros, or one that does"

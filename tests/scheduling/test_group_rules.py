@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from pd_cluster.scheduling.block_table import BlockTable
     from pd_cluster.scheduling.sequence import Sequence
-    from pd_cluster.scheduling.slab_memory import SlabPool
+    from pd_cluster.scheduling.slab_pool import SlabPool
 
 SEVERAL = [name for name, kv in SETS.items() if len(kv.kinds) > 1]
 POOLED = [name for name in SEVERAL if not SETS[name].has_state]  # a pool has no states

@@ -467,7 +467,9 @@ class World:
             if seq.table is not None and not (seq.num_in_flight and (seq.num_uncertain or seq.is_absent)):
                 most = max(len(seq.token_ids), seq.num_scheduled_tokens)
                 for pool, held in zip(self.blocks.pools, seq.table.groups, strict=True):
-                    assert isinstance(held, StateSlots) or held.end <= pool.blocks_for(most), "a block of a draft that was not accepted"
+                    assert isinstance(held, StateSlots) or held.end <= pool.blocks_for(most), (
+                        "a block of a draft that was not accepted"
+                    )
 
     def check_hashes(self) -> None:
         """Every hash is that of tokens that the sequence has."""

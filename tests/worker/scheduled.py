@@ -1,4 +1,4 @@
-"""The real scheduler over a real executor, without an engine around: each step's logits beside those of transformers."""
+"""The real scheduler over a real executor, without an engine: each draw's logits beside those of transformers."""
 
 from __future__ import annotations
 

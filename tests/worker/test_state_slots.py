@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import inf
 from typing import TYPE_CHECKING
 
 import pytest
@@ -124,8 +125,8 @@ def test_a_prompt_is_handed_over_with_its_state(
 def test_a_checkpoint_that_the_device_evicted_is_found_in_host_memory(
     saved: SavedModel, start: Callable[..., ScheduledWorker]
 ) -> None:
-    worker, prompts = start(num_blocks=4, budget=64, host_cache=True), shared_prompts(64, 10, 20)
-    worker.blocks.copies.wait_s = 0.0
+    worker, prompts = start(num_blocks=6, budget=64, host_cache=True), shared_prompts(64, 10, 20)
+    worker.blocks.host.gb_s, worker.blocks.copies.wait_s = inf, 0.0  # whatever is there is loaded
     worker.add("first", prompts[0], max_tokens=1)
     worker.run()
     for number, ids in enumerate(random_prompts((70, 80, 90), 320, seed=3)):
@@ -138,9 +139,7 @@ def test_a_checkpoint_that_the_device_evicted_is_found_in_host_memory(
     assert largest_error(worker, saved.model) < TOLERANCE
 
 
-def test_replayed_decodes_read_and_write_their_slots(
-    saved: SavedModel, start: Callable[..., ScheduledWorker]
-) -> None:
+def test_replayed_decodes_read_and_write_their_slots(saved: SavedModel, start: Callable[..., ScheduledWorker]) -> None:
     """Padding writes nobody's slot, and a checkpoint is saved by a replay, too."""
     worker, prompts = start(budget=64), shared_prompts(61, 1, 0, 9)
     repeated = with_graphs(worker.executor, decode_sizes(4))
