@@ -27,7 +27,7 @@ from pd_cluster.scheduling.state_pool import StatePool
 from pd_connectors.protocol.layout import KVKind
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from pd_cluster.scheduling.block_table import BlockTable
     from pd_connectors.protocol.layout import KVGroup
@@ -47,7 +47,7 @@ class SlabMemory:
         self._num_slabs = slabs.num_slabs if len(groups) > 1 else 0
         self.unowned = list(range(self._num_slabs - 1, -1, -1))
         self.idle: dict[int, tuple[int, SlabPool]] = {}  # slab -> when its last reference went, owner; in this order
-        self.clock = count()
+        self.clock: Iterator[int] = count()
         self.slab_pools = tuple(
             (StatePool if group.kind is KVKind.STATE else SlabPool)(
                 self, index, group, ratio, slabs.num_slabs, slabs.per_slab[index]

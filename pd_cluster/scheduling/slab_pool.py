@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from pd_cluster.scheduling.block_pool import BlockPool
 
 if TYPE_CHECKING:
-    from pd_cluster.scheduling.slab_memory import SlabMemory
+    from collections.abc import Iterator
+
     from pd_connectors.protocol.layout import KVGroup
+
+
+class SharedSlabs(Protocol):
+    """What the groups' pools share: see `SlabMemory`."""
+
+    unowned: list[int]
+    idle: dict[int, tuple[int, SlabPool]]
+    clock: Iterator[int]
 
 
 class SlabPool(BlockPool):
     """The blocks of one group in the slabs that it owns. Block i is in slab i // per_slab."""
 
     def __init__(
-        self, memory: SlabMemory, index: int, group: KVGroup, ratio: int, num_slabs: int, per_slab: int
+        self, memory: SharedSlabs, index: int, group: KVGroup, ratio: int, num_slabs: int, per_slab: int
     ) -> None:
         super().__init__(index, group, ratio, num_slabs, per_slab)
         self._memory = memory

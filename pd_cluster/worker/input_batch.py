@@ -15,7 +15,6 @@ import numpy as np
 import torch
 
 from pd_cluster.worker.block_tables import BlockTables
-from pd_cluster.worker.state_rows import StateRows
 from pd_cluster.worker.step_inputs import Part, ReplayInputs, Samples, StepInputs, TailInputs, up_to
 from pd_cluster.worker.verification import tokens_before
 from pd_kernels.values import Ints, PackedSequences, leading_ones
@@ -57,8 +56,8 @@ class InputBatch:
 
         `mixes_dtypes`: memory of one group may be NaN for another one. `has_states`: the group after these is STATE.
         """
-        self.states = StateRows(num_rows, len(block_sizes)) if has_states else None
-        self._tables = BlockTables(num_rows, max_len, block_sizes)
+        self._tables = BlockTables(num_rows, max_len, block_sizes, has_states=has_states)
+        self._states = self._tables.states
         self._last_group, self._mixes_dtypes, self._sampling = last_group, mixes_dtypes, sampling
         self._move, self._host_buffer = host_buffer.move, host_buffer
         self._row_of: dict[int, int] = {}
@@ -125,7 +124,7 @@ class InputBatch:
             sequences=self._pack(rows, lens, ends, query_starts, self._tables.groups),
             fresh_blocks=self._clear(rows, ends - lens, ends),
             tail=self._plan_tail(chunks, samples, query_starts),
-            states=None if self.states is None else self.states.plan(chunks, rows, lens, ends, self._move),
+            states=None if self._states is None else self._states.plan(chunks, rows, lens, ends, self._move),
             samples=samples,
             early=early,
             late=late,
@@ -150,8 +149,8 @@ class InputBatch:
         places.positions[:num_tokens] = positions
         for group in self._tables.groups:
             places.slots[group, :num_tokens] = self._tables.slots(group, row_of_token, positions)
-        if self.states is not None:
-            self.states.fill(places.states, chunks, rows, positions)
+        if self._states is not None:
+            self._states.fill(places.states, chunks, rows, positions)
         samples = self._plan_samples(chunks, rows, known, has_drafts=has_drafts)
         early, late = self._split(samples)
         num_rows = len(samples.draw_rows)  # a sequence with drafts goes on when its run is on the host
@@ -253,9 +252,7 @@ class InputBatch:
         count = len(start.token_ids)
         self._tokens[row, :count] = start.token_ids
         self._num_tokens[row] = self._num_on_host[row] = count
-        self._tables.write(row, start.tables)
-        if self.states is not None:
-            self.states.start(row, start.tables)
+        self._tables.start(row, start.tables)
         self._sampling.start(row, start)
 
     def _step_beams(self, steps: tuple[BeamStep, ...]) -> None:
@@ -265,8 +262,6 @@ class InputBatch:
         to, of, longest = rows[moved], parents[moved], int(ends.max())
         self._tokens[to, :longest] = self._tokens[of, :longest]  # the right side is a copy of all rows
         self._tables.copy(to, of)
-        if self.states is not None:
-            self.states.copy(to, of)
         self._num_tokens[rows] = self._num_on_host[rows] = ends
         self._tokens[rows, ends - 1] = [step.token_id for step in steps]
 
