@@ -9,7 +9,7 @@ GRID = 8192
 
 
 def kept(start: int, end: int, num_prompt: int, branch: int, size: int) -> list[int]:
-    """The boundaries in (start, end], multiples of `size`, whose states are kept until memory is short.
+    """The boundaries in (start, end], multiples of `size`, at which the state is kept until memory is short.
 
     The end of the prompt, `branch`: as far as the KV of another prompt goes that is the same, and each GRID tokens.
     """

@@ -140,7 +140,7 @@ def test_a_checkpoint_that_the_device_evicted_is_found_in_host_memory(
 
 
 def test_replayed_decodes_read_and_write_their_slots(saved: SavedModel, start: Callable[..., ScheduledWorker]) -> None:
-    """Padding writes nobody's slot, and a checkpoint is saved by a replay, too."""
+    """Padding writes a slot that no sequence has, and a checkpoint is saved by a replay, too."""
     worker, prompts = start(budget=64), shared_prompts(61, 1, 0, 9)
     repeated = with_graphs(worker.executor, decode_sizes(4))
     for number, ids in enumerate(prompts):

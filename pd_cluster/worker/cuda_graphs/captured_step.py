@@ -119,7 +119,7 @@ class DecodeStep:
     query_starts: torch.Tensor  # int32 [num_seqs + 1]: 0, 1, ...
     no_tiles: torch.Tensor  # int32 [2, 0]
     attentions: tuple[Replayable, ...]  # by KV group
-    no_slot: int | None = None  # the slot of states that is nobody's; None: there are no states
+    no_slot: int | None = None  # the slot of states that no sequence has; None: there are no states
 
     @property
     def length(self) -> int:
@@ -255,7 +255,7 @@ def make_captured_steps(
 ) -> list[CapturedStep]:
     """Make a step for each size that the attention of every KV group can replay. `num_columns`: logits of a row.
 
-    `no_slot`: of states, nobody's; then there are steps of decodes only. Steps with decodes only come first. Of each
+    `no_slot`: of states, no sequence's; then there are steps of decodes only. Steps with decodes only come first. Of each
     kind the largest step comes first.
     """
     decodes = sorted((size for size in sizes if size.is_plain), key=lambda size: -size.num_seqs)
