@@ -1,4 +1,4 @@
-"""Steps of layers with states: random tensors, plans, and caches whose unused slots are NaN."""
+"""Steps of layers with states: random tensors, plans, and caches with NaN in unused slots."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Layer:
 
 
 class Tokens(NamedTuple):
-    """What a layer has of some tokens: x of the convolution, whose results are q, k and v; g, beta."""
+    """What a layer has of some tokens: x of the convolution, which makes q, k and v; g, beta."""
 
     x: torch.Tensor
     g: torch.Tensor
