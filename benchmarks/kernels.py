@@ -296,6 +296,9 @@ def rows(kernels: Kernels) -> Iterator[KernelTime]:
     for num_rows in (1, 32, 256):
         yield from sampling_rows(kernels, num_rows)
     yield from copy_rows(kernels)
+    from benchmarks.state_rows import state_rows  # imports this module
+
+    yield from state_rows(kernels.state)
 
 
 def main(arguments: Sequence[str] = ()) -> int:
