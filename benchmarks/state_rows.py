@@ -30,7 +30,7 @@ class _Layer(NamedTuple):
     plan: StatePlan
 
     def convolve(self, ops: StateOps) -> torch.Tensor:
-        return ops.convolve(self.x, self.weight, None, self.cache.conv, self.plan)
+        return ops.convolve(self.x, self.weight, None, self.cache, self.plan)
 
     def mix(self, ops: StateOps) -> torch.Tensor:
         keys = KEY_HEADS * SIZE
@@ -58,7 +58,7 @@ def _make(num_seqs: int, count: int) -> _Layer:
     like = {"device": "cuda", "dtype": torch.bfloat16}
     x, weight = torch.randn(num_seqs * count, CHANNELS, **like), torch.randn(CHANNELS, WIDTH, **like)
     g = -torch.rand(num_seqs * count, VALUE_HEADS, device="cuda")
-    shape, kept = (num_seqs + 1, VALUE_HEADS, SIZE, SIZE), (num_seqs + 1, CHANNELS, WIDTH - 1)
+    shape, kept = (num_seqs + 1, VALUE_HEADS, SIZE, SIZE), (num_seqs + 1, KEY_HEADS, CHANNELS // KEY_HEADS, WIDTH - 1)
     cache = StateCache(torch.randn(kept, **like), torch.randn(shape, device="cuda"))
     index = torch.arange(num_seqs + 1, dtype=torch.int32, device="cuda")
     slots, pieces = index[1:], -(-count // PIECE)

@@ -9,7 +9,6 @@ from pd_cluster.models.gated_delta import GatedDelta
 from pd_cluster.models.llama import Llama, LlamaLayer
 from pd_cluster.models.paged_attention import PagedAttention
 from pd_cluster.models.shard import Cut, RowRuns
-from pd_kernels.torch_state import TorchState
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -102,7 +101,7 @@ class Qwen3Next(Llama):
         runs = _by_kind(state, key_heads)
         convolution = weights.tensor(f"{module}.conv1d.weight", runs.total, 1, state.width, own=runs)
         mixer = GatedDelta(
-            TorchState(),
+            self._kernels.state,
             len(spec.group_windows),
             convolution.flatten(1),
             weights.tensor(f"{module}.A_log", state.value_heads, wide=True, own=value_heads),
