@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from benchmarks.kernels import KernelTime, seconds_of
+from benchmarks.kernel_time import KernelTime, seconds_of
 from pd_kernels.state import PIECE, StateCache, StatePlan
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class _Layer(NamedTuple):
 
     def mix(self, ops: StateOps) -> torch.Tensor:
         keys = KEY_HEADS * SIZE
-        q, k, v = (part.unflatten(1, (-1, SIZE)) for part in self.x.split((keys, keys, VALUE_HEADS * SIZE), 1))
+        q, k, v = (part.unflatten(1, (-1, SIZE)) for part in self.x.tensor_split((keys, 2 * keys), 1))
         return ops.mix(q, k, v, self.g, self.beta, self.cache.recurrent, self.plan, SIZE**-0.5)
 
 
@@ -55,11 +55,13 @@ def state_rows(ops: StateOps) -> Iterator[KernelTime]:
 
 def _make(num_seqs: int, count: int) -> _Layer:
     """Sequences that continue from their slots, at the beginning of a piece."""
-    like = {"device": "cuda", "dtype": torch.bfloat16}
-    x, weight = torch.randn(num_seqs * count, CHANNELS, **like), torch.randn(CHANNELS, WIDTH, **like)
-    g = -torch.rand(num_seqs * count, VALUE_HEADS, device="cuda")
-    shape, kept = (num_seqs + 1, VALUE_HEADS, SIZE, SIZE), (num_seqs + 1, KEY_HEADS, CHANNELS // KEY_HEADS, WIDTH - 1)
-    cache = StateCache(torch.randn(kept, **like), torch.randn(shape, device="cuda"))
+    cuda, short = torch.device("cuda"), torch.bfloat16
+    x = torch.randn(num_seqs * count, CHANNELS, device=cuda, dtype=short)
+    weight = torch.randn(CHANNELS, WIDTH, device=cuda, dtype=short)
+    g = -torch.rand(num_seqs * count, VALUE_HEADS, device=cuda)
+    kept = num_seqs + 1, KEY_HEADS, CHANNELS // KEY_HEADS, WIDTH - 1
+    conv = torch.randn(kept, device=cuda, dtype=short)
+    cache = StateCache(conv, torch.randn(num_seqs + 1, VALUE_HEADS, SIZE, SIZE, device=cuda))
     index = torch.arange(num_seqs + 1, dtype=torch.int32, device="cuda")
     slots, pieces = index[1:], -(-count // PIECE)
     saves = torch.full((num_seqs * pieces,), -1, dtype=torch.int32, device="cuda") if count > 1 else None

@@ -189,7 +189,8 @@ class Parameters:
                 values.append(Slot(weight[start:end], shape, dim, cut.part.start))
             else:
                 if weight.is_blocks and start % BLOCK:
-                    raise StartupError(f"{name} begins at row {start} of its product, inside of a block of {BLOCK}")
+                    place = f"{name} begins at row {start} of its product"
+                    raise StartupError(f"{place}, inside of a quantized block of {BLOCK}")
                 part = weight.rows(start, end)
                 values.append(Slot(part.values, shape, dim, cut.part.start))
                 scales.append(values[-1].of_scales(name, part.scales, self._quantization.scales))

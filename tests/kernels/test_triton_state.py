@@ -40,7 +40,7 @@ def on_device(cache: StateCache) -> StateCache:
 
 def check(parts: list[Part], dtype: torch.dtype, *, is_decode: bool, num_padding: int = 0) -> None:
     """Results, states and saved states are the definition's; no other slot changes."""
-    count = sum(part.count for part in parts)
+    count = sum(part.tokens for part in parts)
     tokens = make_tokens(LAYER, count + num_padding).to(dtype, torch.device("cpu"))
     tokens.x[count:] = torch.nan
     expected, found = (make_cache(LAYER, NUM_SLOTS, USED, dtype) for _ in range(2))
@@ -71,7 +71,7 @@ def test_decodes_with_padding(dtype: torch.dtype) -> None:
 
 def run(parts: list[Part], cache: StateCache, *, seed: int, first: int = 0, is_decode: bool = False) -> torch.Tensor:
     """Tokens from `first` on of the random ones of `seed`."""
-    count = sum(part.count for part in parts)
+    count = sum(part.tokens for part in parts)
     tokens = make_tokens(SMALL, 200, seed).of(slice(first, first + count)).to(torch.float32, DEVICE)
     return run_layer(TritonState(), SMALL, tokens, cache, make_plan(parts, DEVICE, is_decode=is_decode))
 
