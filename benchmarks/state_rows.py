@@ -34,7 +34,7 @@ class _Layer(NamedTuple):
 
     def mix(self, ops: StateOps) -> torch.Tensor:
         keys = KEY_HEADS * SIZE
-        q, k, v = (part.unflatten(1, (-1, SIZE)) for part in self.x.tensor_split((keys, 2 * keys), 1))
+        q, k, v = (part.view(len(part), -1, SIZE) for part in self.x.tensor_split((keys, 2 * keys), 1))
         return ops.mix(q, k, v, self.g, self.beta, self.cache.recurrent, self.plan, SIZE**-0.5)
 
 

@@ -107,6 +107,6 @@ def run_layer(ops: StateOps, layer: Layer, tokens: Tokens, cache: StateCache, pl
     mixed = ops.convolve(tokens.x, layer.weight.to(tokens.x), layer.bias.to(tokens.x), cache, plan)
     keys = layer.key_heads * layer.key_dim
     q, k, v = mixed.tensor_split((keys, 2 * keys), 1)
-    q, k = (part.unflatten(1, (layer.key_heads, layer.key_dim)) for part in (q, k))
-    v = v.unflatten(1, (layer.value_heads, layer.value_dim))
+    q, k = (part.view(-1, layer.key_heads, layer.key_dim) for part in (q, k))
+    v = v.view(-1, layer.value_heads, layer.value_dim)
     return ops.mix(q, k, v, tokens.g, tokens.beta, cache.recurrent, plan, layer.key_dim**-0.5)

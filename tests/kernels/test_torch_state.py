@@ -33,7 +33,7 @@ def test_a_prompt_is_transformers() -> None:
         mixed = F.silu(
             F.conv1d(x[:count].T, LAYER.weight[:, None], LAYER.bias, padding=WIDTH - 1, groups=LAYER.channels)
         )
-        q, k, v = (part.unflatten(0, (-1, size)).permute(2, 0, 1)[None, :count]
+        q, k, v = (part.view(-1, size, part.shape[1]).permute(2, 0, 1)[None, :count]
                    for part, size in zip(mixed.tensor_split((32, 64)), (16, 16, 8), strict=True))  # fmt: skip
         expected, state = qwen3_next.torch_chunk_gated_delta_rule(
             q, k, v, g[None, :count], beta[None, :count], output_final_state=True, use_qk_l2norm_in_kernel=True

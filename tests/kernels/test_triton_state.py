@@ -134,3 +134,47 @@ def test_sizes_that_no_tile_has_are_refused() -> None:
             TritonState(), layer, make_tokens(layer, 3).to(torch.float32, DEVICE),
             on_device(make_cache(layer, 3, ())), make_plan([Part(0, 3, -1, 1)], DEVICE),
         )  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not GPU, reason="needs a CUDA device")
+def test_real_sizes() -> None:
+    """Those of Qwen3.6-35B-A3B in bfloat16: within its rounding, and of equal bits in two runs."""
+    layer = make_layer(16, 32, 128, 128)
+    parts = [*(Part(70, 1, slot, slot) for slot in range(2, 10)), Part(0, 1500, -1, 10, ((20, 11),)),
+             Part(100, 400, 12, 12), Part(9, 60, 13, 13)]  # fmt: skip
+    tokens = make_tokens(layer, sum(part.tokens for part in parts)).to(torch.bfloat16, DEVICE)
+    used, plan = (*range(2, 10), 12, 13), make_plan(parts, DEVICE)
+    caches = [on_device(make_cache(layer, 14, used, torch.bfloat16)) for _ in range(3)]
+    expected = run_layer(TorchState(), layer, tokens, caches[0], plan)
+    found, again = (run_layer(TritonState(), layer, tokens, cache, plan) for cache in caches[1:])
+    assert torch.equal(found, again)
+    assert torch.equal(caches[1].recurrent[2:], caches[2].recurrent[2:])
+    assert torch.equal(caches[1].conv[2:], caches[0].conv[2:])
+    assert float((found - expected).norm() / expected.norm()) < 1e-2
+    for slot in range(2, 14):
+        wanted = caches[0].recurrent[slot]
+        assert float((caches[1].recurrent[slot] - wanted).norm() / wanted.norm()) < 1e-2, slot
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not GPU, reason="needs a CUDA device")
+def test_a_captured_step_follows_new_slots() -> None:
+    """Captured with padding rows alone."""
+    layer = make_layer(2, 4, 128, 128)
+    plan = make_plan([Part(0, 1, 0, 0)] * 5, DEVICE, is_decode=True)
+    tokens = make_tokens(layer, 5).to(torch.bfloat16, DEVICE)
+    caches = [on_device(make_cache(layer, 8, (0, 2, 3, 4), torch.bfloat16)) for _ in range(2)]
+    run_layer(TritonState(), layer, tokens, caches[0], plan)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = run_layer(TritonState(), layer, tokens, caches[0], plan)
+    wanted = make_plan([Part(8, 1, 2, 2), Part(0, 1, -1, 5), Part(3, 1, 4, 6), *[Part(0, 1, 0, 0)] * 2], DEVICE)
+    plan.sources.copy_(wanted.sources)
+    plan.slots.copy_(wanted.slots)
+    graph.replay()
+    expected = run_layer(TorchState(), layer, tokens, caches[1], wanted)
+    torch.testing.assert_close(found[:3], expected[:3], atol=5e-2, rtol=5e-2)
+    for slot in (2, 4, 5, 6):
+        torch.testing.assert_close(caches[0].recurrent[slot], caches[1].recurrent[slot], atol=1e-2, rtol=1e-2)
+    assert torch.isnan(caches[0].recurrent[7]).all()
