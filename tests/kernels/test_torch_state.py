@@ -29,7 +29,7 @@ def test_a_prompt_is_transformers() -> None:
     (x, g, beta), (found, states) = make_tokens(LAYER, COUNT), whole()
     for count, (conv, recurrent) in ((COUNT, states[:2]), (64, states[2:])):
         last = torch.split(x[count - WIDTH + 1 : count].T, [32, 32, 32])
-        assert torch.equal(conv, torch.cat([part.unflatten(0, (2, -1)) for part in last], 1)), "by key head"
+        assert torch.equal(conv, torch.cat([part.reshape(2, -1, WIDTH - 1) for part in last], 1)), "by key head"
         mixed = F.silu(
             F.conv1d(x[:count].T, LAYER.weight[:, None], LAYER.bias, padding=WIDTH - 1, groups=LAYER.channels)
         )
