@@ -1,7 +1,7 @@
 """The interface of layers that keep a state of a fixed size instead of keys and values: the gated delta rule.
 
 Each sequence has a slot. A step reads a sequence's state from one slot and writes the state after its last token of the
-step to one slot, which may be the same. Slot 0 belongs to nobody: what it has is undefined, and padding rows use it.
+step to one slot, which may be the same. Slot 0 is no sequence's: what it has is undefined, and padding rows use it.
 
 Pieces are 64 tokens at absolute positions: piece k of a sequence covers its positions [64 k, 64 k + 64). A step works
 on a part of the first and of the last piece that it touches. Results do not depend on the other sequences of a step.

@@ -41,8 +41,8 @@ class PiecesTile(NamedTuple):
 
 
 PIECES_TILE = PiecesTile(64, 4, 2, 4, "tf32")
-"""tf32 moves T by 1.1e-4 to 1.1e-3 of its norm, for random to nearly equal keys, and rounding T to bfloat16 by 3.5e-4 to
-1e-3. With tf32x3 the first kernel spills 2 KiB of registers.
+"""tf32 moves T by 1.1e-4 to 1.1e-3 of its norm, for random to nearly equal keys; rounding T to bfloat16 moves it by
+3.5e-4 to 1e-3. With tf32x3 the first kernel spills 2 KiB of registers.
 """
 
 
@@ -198,7 +198,8 @@ def mix_pieces(
     num_pieces, ratio, part = most_pieces(plan, len(v)), v.shape[1] // k.shape[1], min(tile.values, num_values)
     triangles = torch.empty((num_pieces, num_heads, 2, PIECE, PIECE), dtype=k.dtype, device=k.device)
     factors = torch.empty((num_pieces, num_heads, 4, PIECE), dtype=torch.float32, device=k.device)
-    precision, saves = "ieee" if k.dtype is torch.float32 else tile.precision, plan.saves
+    saves, is_wide = plan.saves, k.dtype is torch.float32  # two stages of it exceed a multiprocessor's shared memory
+    precision, stages = ("ieee", 1) if is_wide else (tile.precision, tile.num_stages)
     where = plan.starts, plan.positions, plan.piece_starts
     _triangles_kernel[(num_heads, num_pieces)](
         q, k, g, beta, *where, triangles, factors, len(plan.slots), num_heads, ratio, scale, eps,
@@ -207,5 +208,5 @@ def mix_pieces(
     _states_kernel[(num_heads * num_values // part, len(plan.slots))](
         q, k, v, recurrent, plan.sources, plan.slots, *where, plan.sources if saves is None else saves, triangles,
         factors, out, num_heads, ratio, q.stride(0), k.stride(0), v.stride(0), recurrent.stride(0), recurrent.stride(1),
-        num_keys, num_values, part, PIECE, saves is not None, tile.num_stages, precision, num_warps=tile.num_warps,
+        num_keys, num_values, part, PIECE, saves is not None, stages, precision, num_warps=tile.num_warps,
     )  # fmt: skip

@@ -11,7 +11,7 @@ from pd_cluster.models.linear import Linear
 from pd_cluster.models.model_share import ModelShare
 from pd_cluster.models.quantization import BLOCKS_SUFFIX, SCALES_SUFFIX, QuantizationSpec, Scales
 from pd_cluster.models.quantized_linear import QuantizedLinear
-from pd_cluster.models.shard import Cut, Runs
+from pd_cluster.models.shard import Cut, RowRuns
 from pd_cluster.models.slot import Slot
 from pd_kernels.quantized import BLOCK, QuantizedWeight
 from pd_kernels.weight_forms import FORMS, PackedWeight
@@ -52,14 +52,14 @@ class Parameters:
         self._quantization = quantization or QuantizationSpec(Scales.CHANNELS, ())
         self._is_quantized = quantization.selector() if quantization else lambda name: False
 
-    def tensor(self, name: str, *shape: int, wide: bool = False, own: range | Runs | None = None) -> torch.Tensor:
+    def tensor(self, name: str, *shape: int, wide: bool = False, own: range | RowRuns | None = None) -> torch.Tensor:
         """Allocate a weight of `shape` that the checkpoint's tensor `name` fills.
 
         `wide`: in float32 or more, whatever the model's dtype. `own`: the parts of the first dimension that this rank
         has; None: all.
         """
         dtype = torch.promote_types(self._dtype, torch.float32) if wide else self._dtype
-        runs = own.parts if isinstance(own, Runs) else (range(shape[0]) if own is None else own,)
+        runs = own.parts if isinstance(own, RowRuns) else (range(shape[0]) if own is None else own,)
         tensor = torch.empty((sum(map(len, runs)), *shape[1:]), dtype=dtype, device=self._device)
         places = torch.split(tensor, [len(run) for run in runs])
         parts = [Slot(place, shape, start=run.start) for place, run in zip(places, runs, strict=True)]
@@ -97,7 +97,7 @@ class Parameters:
     def linear(
         self,
         kind: str,
-        parts: Mapping[str, int | Cut | Runs],
+        parts: Mapping[str, int | Cut | RowRuns],
         num_inputs: int | Cut,
         *,
         bias: bool = False,
@@ -110,7 +110,7 @@ class Parameters:
         linears of this shape, one in each layer. `activate`, `adds`: see Linear. Raises StartupError if the checkpoint
         quantizes some of the parts, or blocks of a part do not fit the merged weight.
         """
-        rows = {name: size if isinstance(size, Runs) else Cut.of(size) for name, size in parts.items()}
+        rows = {name: size if isinstance(size, RowRuns) else Cut.of(size) for name, size in parts.items()}
         inputs = Cut.of(num_inputs)
         num_rows = sum(map(len, rows.values()))
         weight = self._allocate(parts, num_rows, len(inputs))
@@ -119,7 +119,7 @@ class Parameters:
         offsets = self._empty(num_rows) if has_bias else None
         start = 0
         for name, cut in rows.items():
-            self._place(name, weight, start, cut.cuts if isinstance(cut, Runs) else (cut,), inputs)
+            self._place(name, weight, start, cut.cuts if isinstance(cut, RowRuns) else (cut,), inputs)
             if bias:
                 assert isinstance(cut, Cut), "no model has a bias in runs"
                 part = self._empty(0) if offsets is None else offsets[start : start + len(cut)]
@@ -189,7 +189,8 @@ class Parameters:
                 values.append(Slot(weight[start:end], shape, dim, cut.part.start))
             else:
                 if weight.is_blocks and start % BLOCK:
-                    raise StartupError(f"{name} begins at row {start} of its product, inside of a block of {BLOCK}")
+                    place = f"{name} begins at row {start} of its product"
+                    raise StartupError(f"{place}, inside of a quantized block of {BLOCK}")
                 part = weight.rows(start, end)
                 values.append(Slot(part.values, shape, dim, cut.part.start))
                 scales.append(values[-1].of_scales(name, part.scales, self._quantization.scales))

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 from pd_cluster.models.gated_delta import GatedDelta
 from pd_cluster.models.llama import Llama, LlamaLayer
 from pd_cluster.models.paged_attention import PagedAttention
-from pd_cluster.models.shard import Cut, Runs
-from pd_kernels.torch_state import TorchState
+from pd_cluster.models.shard import Cut, RowRuns
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -85,9 +84,9 @@ class Qwen3Next(Llama):
     def _make_qkv(self, name: str) -> Linear:
         """Make the product for gates, queries, keys and values. In `q_proj` a head's gate follows its query."""
         size, heads = self.spec.head_dim, self._share.shard.part(self.spec.num_heads, "query heads")
-        runs = Runs.of_things(heads, 2 * size * self.spec.num_heads, (size, size, 2 * size), (0, size, 2 * size))
+        runs = RowRuns.of_things(heads, 2 * size * self.spec.num_heads, (size, size, 2 * size), (0, size, 2 * size))
         keys = {f"{name}.{part}_proj": self._keys for part in ("k", "v")}
-        parts: dict[str, Cut | Runs] = {f"{name}.q_proj": runs, **keys}
+        parts: dict[str, Cut | RowRuns] = {f"{name}.q_proj": runs, **keys}
         return self._parameters.linear("qkv", parts, self.spec.hidden_size)
 
     def _make_delta_layer(self, name: str, index: int, state: StateSpec) -> DeltaLayer:
@@ -102,7 +101,7 @@ class Qwen3Next(Llama):
         runs = _by_kind(state, key_heads)
         convolution = weights.tensor(f"{module}.conv1d.weight", runs.total, 1, state.width, own=runs)
         mixer = GatedDelta(
-            TorchState(),
+            self._kernels.state,
             len(spec.group_windows),
             convolution.flatten(1),
             weights.tensor(f"{module}.A_log", state.value_heads, wide=True, own=value_heads),
@@ -122,24 +121,24 @@ class Qwen3Next(Llama):
 
     def _delta_rows(
         self, module: str, state: StateSpec, own: range
-    ) -> tuple[Mapping[str, Cut | Runs], Mapping[str, Cut | Runs]]:
+    ) -> tuple[Mapping[str, Cut | RowRuns], Mapping[str, Cut | RowRuns]]:
         """The rows of both products of a delta rule, of this rank's key heads `own`; see GatedDelta."""
         keys, values = state.key_dim, state.ratio * state.value_dim
         size = state.channels + values
         of_kinds = ((0, keys, size), (keys, keys, size), (2 * keys, values, size), (2 * keys + values, values, size))
         of_gates = ((0, state.ratio, 2 * state.ratio), (state.ratio, state.ratio, 2 * state.ratio))
         return (
-            {f"{module}.in_proj_qkvz": Runs.of_things(own, state.key_heads * size, *of_kinds)},
-            {f"{module}.in_proj_ba": Runs.of_things(own, 2 * state.value_heads, *of_gates)},
+            {f"{module}.in_proj_qkvz": RowRuns.of_things(own, state.key_heads * size, *of_kinds)},
+            {f"{module}.in_proj_ba": RowRuns.of_things(own, 2 * state.value_heads, *of_gates)},
         )
 
 
 class Qwen35(Qwen3Next):
-    """Qwen3.5 to 3.8, whose products have the rows of all heads together, each kind in turn."""
+    """Qwen3.5 to 3.8: products have the rows of all heads together, each kind in turn."""
 
     def _delta_rows(
         self, module: str, state: StateSpec, own: range
-    ) -> tuple[Mapping[str, Cut | Runs], Mapping[str, Cut | Runs]]:
+    ) -> tuple[Mapping[str, Cut | RowRuns], Mapping[str, Cut | RowRuns]]:
         values = Cut.of_things(own, state.key_heads, state.ratio * state.value_dim)
         heads = Cut.of_things(own, state.key_heads, state.ratio)
         return (
@@ -148,9 +147,9 @@ class Qwen35(Qwen3Next):
         )
 
 
-def _by_kind(state: StateSpec, own: range) -> Runs:
+def _by_kind(state: StateSpec, own: range) -> RowRuns:
     """The rows of key heads `own` in a tensor that has all queries, then all keys, then all values."""
     keys, values = state.key_dim, state.ratio * state.value_dim
     all_keys = state.key_heads * keys
     kinds = ((0, keys, keys), (all_keys, keys, keys), (2 * all_keys, values, values))
-    return Runs.of_things(own, state.key_heads * state.channels, *kinds)
+    return RowRuns.of_things(own, state.key_heads * state.channels, *kinds)

@@ -34,7 +34,7 @@ class Cut:
 
 
 @dataclass(frozen=True, slots=True)
-class Runs:
+class RowRuns:
     """Runs of the rows of a checkpoint's tensor, in the order in which a rank has them."""
 
     total: int
@@ -49,7 +49,7 @@ class Runs:
         return tuple(Cut(self.total, part) for part in self.parts)
 
     @classmethod
-    def of_things(cls, things: range, total: int, *parts: tuple[int, int, int]) -> Runs:
+    def of_things(cls, things: range, total: int, *parts: tuple[int, int, int]) -> RowRuns:
         """Of some of `total` things: for each of `parts` (start, size, distance) the runs of all things, one by one.
 
         The run of thing i has `size` rows from `start + i * distance` on.

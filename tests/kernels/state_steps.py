@@ -1,4 +1,4 @@
-"""Steps of layers with states: random tensors, plans, and caches whose unused slots are NaN."""
+"""Steps of layers with states: random tensors, plans, and caches in which unused slots are NaN."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Part(NamedTuple):
     """The tokens of a sequence that a step has."""
 
     position: int
-    count: int
+    tokens: int
     source: int
     slot: int
     saves: tuple[tuple[int, int], ...] = ()  # pieces of the sequence, and slots
@@ -42,7 +42,7 @@ class Layer:
 
 
 class Tokens(NamedTuple):
-    """What a layer has of some tokens: x of the convolution, whose results are q, k and v; g, beta."""
+    """What a layer has of some tokens: x of the convolution, which makes q, k and v of it; g, beta."""
 
     x: torch.Tensor
     g: torch.Tensor
@@ -104,10 +104,9 @@ def make_plan(parts: list[Part], device: torch.device, *, is_decode: bool = Fals
 
 def run_layer(ops: StateOps, layer: Layer, tokens: Tokens, cache: StateCache, plan: StatePlan) -> torch.Tensor:
     """The convolution and the delta rule after it, as a model has them: q, k and v are views. -> [T, H, value_dim]."""
-    like = {"device": tokens.x.device, "dtype": tokens.x.dtype}
-    mixed = ops.convolve(tokens.x, layer.weight.to(**like), layer.bias.to(**like), cache, plan)
+    mixed = ops.convolve(tokens.x, layer.weight.to(tokens.x), layer.bias.to(tokens.x), cache, plan)
     keys = layer.key_heads * layer.key_dim
-    q, k, v = mixed.split((keys, keys, layer.value_heads * layer.value_dim), 1)
-    q, k = (part.unflatten(1, (layer.key_heads, layer.key_dim)) for part in (q, k))
-    v = v.unflatten(1, (layer.value_heads, layer.value_dim))
+    q, k, v = mixed.tensor_split((keys, 2 * keys), 1)
+    q, k = (part.view(-1, layer.key_heads, layer.key_dim) for part in (q, k))
+    v = v.view(-1, layer.value_heads, layer.value_dim)
     return ops.mix(q, k, v, tokens.g, tokens.beta, cache.recurrent, plan, layer.key_dim**-0.5)

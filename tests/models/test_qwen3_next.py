@@ -242,7 +242,7 @@ FLOAT8 = {
 
 @pytest.mark.parametrize("name", FLOAT8)
 def test_weights_in_float8_are_those_of_transformers(tmp_path: Path, name: str) -> None:
-    """Of short prompts, most of which have no sum that is rounded apart; see test_quantized_models."""
+    """Of short prompts, most of which have no sum that is rounded apart."""
     saved, prompts = save_quantized(FLOAT8[name], tmp_path), random_prompts((6, 6, 6, 6, 6), 320)
     steps, errors = StateSteps(load(tmp_path)), []
     logits = steps.step(*(Chunk(ids, 0, [row], row) for row, ids in enumerate(prompts)))
