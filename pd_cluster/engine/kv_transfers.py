@@ -233,7 +233,8 @@ class KvTransfers:
         """Ask the API process for a P if much of the prompt lacks KV; else compute the prompt here."""
         request = intake.request
         num_cached = self._scheduler.pin(request)
-        if request.num_loaded_tokens - num_cached < max(1, request.message.min_remote_tokens):
+        is_vain = self._keeps_states and bool(request.message.known)  # see `_load`
+        if is_vain or request.num_loaded_tokens - num_cached < max(1, request.message.min_remote_tokens):
             self.prefill_locally(request.request_id)
         else:
             self._reply(NeedsPrefill(request.request_id, num_cached))

@@ -45,7 +45,7 @@ class Hits:
             self._trees[0].hold(table.groups[0], 0, hashes)
             return len(table.groups[0].ids)
         table.branch, known = self.common(hashes)
-        boundary = self._largest(known, table.branch)
+        boundary = self.largest(known, table.branch)
         table.branch *= self._block_size
         self.hold_at(table, known, boundary)
         return boundary
@@ -73,8 +73,8 @@ class Hits:
 
     def find(self, hashes: Iterable[bytes]) -> tuple[int, list[bytes]]:
         """The largest boundary, and the hashes that were looked at: as few as the first tree allows."""
-        boundary, known = self.common(hashes)
-        return self._largest(known, boundary), known
+        common, known = self.common(hashes)
+        return self.largest(known, common), known
 
     def common(self, hashes: Iterable[bytes]) -> tuple[int, list[bytes]]:
         """The length that all trees have, or of all `hashes` where there is none, and the hashes that were looked at.
@@ -96,7 +96,7 @@ class Hits:
             boundary = min(boundary, tree.ratio * len(found))
         return boundary, known
 
-    def _largest(self, known: Sequence[bytes], boundary: int) -> int:
+    def largest(self, known: Sequence[bytes], boundary: int) -> int:
         """The largest boundary up to this length, which all trees have."""
         missing: int | None = boundary
         while missing is not None:  # every boundary between the missing block's start and the last one needs it too

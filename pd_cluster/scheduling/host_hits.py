@@ -62,7 +62,9 @@ class HostHits:
         """
         if not self._tier.num_cached:
             return start
-        boundary, known = self._both.find(hashes)
+        common, known = self._both.common(hashes)
+        table.branch = max(table.branch, common * self._size)
+        boundary = self._both.largest(known, common)
         if boundary <= start:
             return start
         firsts = [pool.group.first_block(boundary * self._size) for pool in self._pools]

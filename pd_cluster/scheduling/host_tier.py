@@ -44,7 +44,7 @@ class HostTier:
         self.is_cache = is_cache
         for pool in pools:
             pool.on_evicted = partial(self._note_lowered, pool)
-            pool.on_forgotten = partial(self._note_gone, pool.index)
+            pool.on_forgotten = partial(self._note_forgotten, pool.index)
         self.groups = tuple(HostBlocks() for _ in pools)
         self.num_blocks = 0  # of each group
         self.gb_s = HOST_GB_S  # of copies each way
@@ -160,6 +160,12 @@ class HostTier:
             self.note_lost(pool.index, block_hash)
             return
         self._news.lowered(pool.index, block_hash)
+
+    def _note_forgotten(self, group: int, block_hash: bytes) -> None:
+        """The device gives up what is of no more use. A copy that is here goes first."""
+        if not self._note_gone(group, block_hash):
+            self.groups[group].cached.move_to_end(block_hash, last=False)
+            self._news.lowered(group, block_hash)
 
     def note_lost(self, group: int, block_hash: bytes) -> None:
         """A block that the device gave up is written. It may have been computed again meanwhile, and saved."""

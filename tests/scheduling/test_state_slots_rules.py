@@ -6,7 +6,9 @@ import pytest
 
 from pd_cluster.protocol.messages import Work
 from pd_cluster.scheduling.block_manager import BlockManager
+from pd_cluster.scheduling.cache_news import block_id
 from pd_cluster.scheduling.checkpoints import GRID, kept, newest
+from pd_connectors.protocol.feed import DEVICE, HOST
 from tests.scheduling.kv_groups import FULL, LATENT_STATE, STATE, GroupSet
 from tests.scheduling.simulation import BLOCK_SIZE, message, prompt
 from tests.scheduling.test_shared_kv_memory import SIZE, hashes_of
@@ -83,6 +85,40 @@ def test_an_answer_keeps_its_newest_state_alone(depth: int) -> None:
     world.submit(message("a", prompt(BLOCK_SIZE + 3), max_tokens=5 * BLOCK_SIZE))
     world.run_until_idle()
     assert len(world.blocks.pools[1].cache) == 2, "the prompt's end, and the newest of the answer"
+    world.check_empty()
+
+
+def test_a_forgotten_state_that_host_memory_has_is_expected_there_and_leaves_it_first() -> None:
+    blocks = BlockManager(FULL_STATE.groups(SIZE), FULL_STATE.slabs(12), num_host_blocks=2, host_cache=True)
+    blocks.news.switch(is_on=True)
+    table, hashes = blocks.open_table(), hashes_of(0, 3 * SIZE)
+    assert blocks.states is not None
+    blocks.grow(table, 0, 3 * SIZE)
+    for end in (1, 2):
+        blocks.states.plan(table, (end - 1) * SIZE, end * SIZE, SIZE, draws=True)
+        blocks.publish(table, hashes[:end])
+        assert blocks.host.save(1, hashes[end - 1]) is not None, "copied ahead"
+    blocks.name([(2 * SIZE, 77)], 0, hashes[:2])
+    assert [one.tier for one in blocks.news.take()[1]] == [DEVICE]
+    blocks.states.plan(table, 2 * SIZE, 3 * SIZE, SIZE, draws=True)
+    blocks.publish(table, hashes)
+    assert len(blocks.pools[1].cache) == 2, "the prompt's end, and the newest of the answer"
+    assert blocks.news.take() == ((), (), ((block_id(hashes[1]), HOST),))
+    assert list(blocks.host.groups[1].cached) == [hashes[1], hashes[0]], "in the order of eviction"
+    blocks.close(table)
+    blocks.check()
+
+
+def test_a_branch_is_known_by_what_host_memory_has_too() -> None:
+    """The heads of two prompts are equal. Nothing keeps a state at their end before the second prompt has come."""
+    world = World(kv=FULL_STATE, num_blocks=9, num_host_blocks=60, host_cache=True)
+    head = prompt(4 * BLOCK_SIZE)
+    for number in range(5):  # others between push the KV of the head out of the device
+        tokens = prompt(8 * BLOCK_SIZE + 1, 4 + number) if number % 2 else head + prompt(3 * BLOCK_SIZE + 1, 1 + number // 2)
+        request = world.submit(message(f"r{number}", tokens, max_tokens=1))
+        world.run_until_idle()
+        if not number % 2:
+            assert request.num_cached_tokens == (4 * BLOCK_SIZE if number == 4 else 0)
     world.check_empty()
 
 
