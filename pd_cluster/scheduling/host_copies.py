@@ -180,7 +180,8 @@ class HostCopies:
         ahead = max(most_held(pool.group, self.step_tokens) + LEAST_AHEAD, share)
         ahead = min(ahead, self.tier.num_blocks // 2) - pool.num_spare
         cache, own, spare = pool.cache, self._groups[pool.index], ahead // 4
-        if ahead <= 0 or cache.num_left + ahead <= own.clean_to:
+        num_let_go = cache.num_left + cache.num_evictable  # what comes after these has no copy
+        if ahead <= 0 or min(cache.num_left + ahead, num_let_go) <= own.clean_to:
             return
         for block_id, block_hash in cache.oldest(ahead + spare):
             if block_hash in own.cached:
@@ -190,7 +191,7 @@ class HostCopies:
             if host is None:
                 return
             saves.append((pool.index, block_id, host))
-        own.clean_to = cache.num_left + ahead + spare
+        own.clean_to = min(cache.num_left + ahead + spare, num_let_go)
 
     def note_saved(self, saves: Iterable[Copy]) -> None:
         """Note that the step of these saves has retired."""

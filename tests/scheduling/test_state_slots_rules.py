@@ -110,15 +110,19 @@ def test_a_forgotten_state_that_host_memory_has_is_expected_there_and_leaves_it_
 
 
 def test_a_branch_is_known_by_what_host_memory_has_too() -> None:
-    """The heads of two prompts are equal. Nothing keeps a state at their end before the second prompt has come."""
-    world = World(kv=FULL_STATE, num_blocks=9, num_host_blocks=60, host_cache=True)
-    head = prompt(4 * BLOCK_SIZE)
-    for number in range(5):  # others between push the KV of the head out of the device
-        tokens = prompt(8 * BLOCK_SIZE + 1, 4 + number) if number % 2 else head + prompt(3 * BLOCK_SIZE + 1, 1 + number // 2)
-        request = world.submit(message(f"r{number}", tokens, max_tokens=1))
+    """The heads of three prompts are equal. Of the second one the state at their end is kept, for the third."""
+    world = World(kv=FULL_STATE, num_blocks=4, num_host_blocks=100, host_cache=True)
+    world.blocks.copies.step_tokens = 32 * BLOCK_SIZE  # so much is saved ahead
+    head, hits = prompt(4 * BLOCK_SIZE), []
+    for number in range(3):
+        request = world.submit(message(f"r{number}", head + prompt(3 * BLOCK_SIZE + 1, 1 + number), max_tokens=1))
         world.run_until_idle()
-        if not number % 2:
-            assert request.num_cached_tokens == (4 * BLOCK_SIZE if number == 4 else 0)
+        hits.append(request.num_cached_tokens)
+        world.submit(message(f"{number} later", prompt(3, 3), max_tokens=5, ignore_eos=True))  # its steps copy all
+        world.run_until_idle()
+        for pool in world.blocks.pools:
+            pool.forget_unused()
+    assert hits == [0, 0, 4 * BLOCK_SIZE]
     world.check_empty()
 
 
