@@ -10,7 +10,7 @@ import torch
 
 from pd_cluster.config import SchedulerConfig
 from pd_cluster.protocol.messages import AddRequest, Work
-from pd_cluster.protocol.sampling_params import SamplingParams
+from pd_cluster.protocol.sampling_params import BeamParams, SamplingParams
 from pd_cluster.scheduling.block_manager import BlockManager
 from pd_cluster.scheduling.queue_order import Fifo
 from pd_cluster.scheduling.scheduler import Scheduler
@@ -73,9 +73,11 @@ class ScheduledWorker:
 
     def add(
         self, name: str, ids: Ids[int], max_tokens: int = 4, work: Work = Work.GENERATE, n: int = 1,
-        temperature: float = 0.0,
+        temperature: float = 0.0, beams: BeamParams | None = None,
     ) -> Request:  # fmt: skip
-        sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature, n=n, seed=1, ignore_eos=True)
+        sampling = SamplingParams(
+            max_tokens=max_tokens, temperature=temperature, n=n, seed=1, ignore_eos=True, beams=beams
+        )
         lease_id = f"lease-{name}" if work is Work.PREFILL else None
         request = Request.from_message(AddRequest(name, list(ids), sampling, work), lease_id=lease_id)
         (self.scheduler.park if work is Work.TAKE_OVER else self.scheduler.add)(request)

@@ -6,8 +6,10 @@ from math import inf
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
 
 from pd_cluster.protocol.messages import Work
+from pd_cluster.protocol.sampling_params import BeamParams
 from pd_cluster.worker.cuda_graphs.graph_sizes import decode_sizes
 from tests.models.state_models import STATE_MODELS, state_families
 from tests.worker.conftest import SavedModel, save_model
@@ -90,6 +92,24 @@ def test_answers_of_one_prompt_go_on_in_slots_of_their_own(
     worker.run()
     assert len(set(map(tuple, worker.outputs["n"]))) > 1
     assert largest_error(worker, saved.model) < TOLERANCE
+
+
+def test_beams_go_on_from_the_states_of_other_beams(
+    saved: SavedModel, start: Callable[..., ScheduledWorker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two searches at once that pass the end of a piece, in so little memory that beams are preempted."""
+    monkeypatch.setattr(saved.model.generation_config, "eos_token_id", None)
+    worker, prompts = start(7, budget=48), random_prompts((58, 5), 320, seed=4)
+    for number, ids in enumerate(prompts):
+        worker.add(f"{number}", ids, max_tokens=8, n=4, beams=BeamParams(width=4))
+    worker.run()
+    assert worker.scheduler.counters["preemptions_swap_total"] > 0
+    for number, ids in enumerate(prompts):
+        with torch.inference_mode():
+            rows = saved.model.generate(  # type: ignore[operator]
+                torch.tensor([ids]), max_new_tokens=8, num_beams=4, num_return_sequences=4, use_cache=False
+            )
+        assert worker.outputs[f"{number}"] == rows[:, len(ids) :].tolist()
 
 
 @pytest.mark.parametrize("swaps", [False, True])
