@@ -18,7 +18,7 @@ from pd_cluster.worker.cuda_graphs.set_up import capturable
 from pd_cluster.worker.grammars import Grammars
 from pd_cluster.worker.kernel_selection import attention_by_group
 from pd_cluster.worker.kv_cache import DTYPES
-from pd_cluster.worker.logits_stages.order import find_stage
+from pd_cluster.worker.logits_stages.order import find_stage, refuse_late
 from pd_cluster.worker.model_loading import describe_model
 from pd_cluster.worker.profiler import Profiler
 from pd_cluster.worker.rank_sampler import RankPlace
@@ -86,6 +86,9 @@ class DevicePlan:
         # First, so that a wrong path ends the start before the weights are read
         outside_stages = tuple(find_stage(path) for path in config.model.logits_stages)
         model = describe_model(config.model, device, progress)
+        for path, kind in zip(config.model.logits_stages, outside_stages, strict=True):
+            if model.spec.state is not None:
+                refuse_late(path, kind)
         shard.kv_heads(model.spec.num_kv_heads)  # raises before attention is chosen
         shard.part(model.spec.num_heads, "attention heads")
         kernels, dtype = select_kernels(device), DTYPES[model.dtype]

@@ -78,7 +78,7 @@ class ModelRunner:
         if place is not None:
             sampler = RankSampler(place, vocab_size, kernels)
         if place is None or sampler.leads:
-            stages = make_stages(context, plan.config.model.logits_stages)
+            stages = make_stages(context, plan.config.model.logits_stages, keeps_states=spec.state is not None)
         else:
             stages = place.reported.stages(num_rows)
         sampling = SamplingState(num_rows, vocab_size, stages, host_buffer)

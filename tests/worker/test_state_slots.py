@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 from math import inf
-from typing import TYPE_CHECKING
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
+from pd_cluster.config import ModelConfig, NodeConfig
+from pd_cluster.engine.core import EngineCore
+from pd_cluster.errors import StartupError
 from pd_cluster.protocol.messages import Work
 from pd_cluster.protocol.sampling_params import BeamParams
 from pd_cluster.worker.cuda_graphs.graph_sizes import decode_sizes
+from tests.engine.test_core_pipeline import FakeMailbox
 from tests.models.state_models import STATE_MODELS, state_families
 from tests.worker.conftest import SavedModel, save_model
 from tests.worker.driver import make_executor, random_prompts
 from tests.worker.repeated_graphs import with_graphs
 from tests.worker.scheduled import ScheduledWorker, largest_error
+from tests.worker.test_logits_stages import Gated
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+    from pd_cluster.worker.logits_stages.stage import StageContext
+
 
 TOLERANCE = 1e-4  # of the logits' deviation, as in tests/models/test_qwen3_next.py
 PIECE = 64
@@ -106,7 +115,7 @@ def test_beams_go_on_from_the_states_of_other_beams(
     assert worker.scheduler.counters["preemptions_swap_total"] > 0
     for number, ids in enumerate(prompts):
         with torch.inference_mode():
-            rows = saved.model.generate(  # type: ignore[operator]
+            rows = saved.model.generate(
                 torch.tensor([ids]), max_new_tokens=8, num_beams=4, num_return_sequences=4, use_cache=False
             )
         assert worker.outputs[f"{number}"] == rows[:, len(ids) :].tolist()
@@ -172,3 +181,34 @@ def test_replayed_decodes_read_and_write_their_slots(saved: SavedModel, start: C
     assert turn.sequences[0].num_cached_tokens == PIECE
     assert len(repeated.replayed) > 4
     assert largest_error(worker, saved.model) < TOLERANCE
+
+
+class GatedByItself(Gated):
+    """Its class does not say that it is late."""
+
+    is_late = False
+
+    def __init__(self, context: StageContext) -> None:
+        super().__init__(context)
+        self.is_late = True
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("kv_cache_dtype", "fp8"),
+        ("logits_stages", ("tests.worker.test_logits_stages:Gated",)),
+        ("logits_stages", (f"{__name__}:GatedByItself",)),
+    ],
+)
+def test_what_cannot_be_served_with_states_ends_the_start(saved: SavedModel, name: str, value: object) -> None:
+    with pytest.raises(StartupError, match=r"--(kv-cache-dtype fp8|logits-stage \S+).* not served .* keeps states"):
+        make_executor(saved.directory, **{name: value})
+
+
+def test_a_pool_takes_no_states(saved: SavedModel) -> None:
+    executor: Any = make_executor(saved.directory, num_blocks=40)
+    connector: Any = SimpleNamespace(pool=object())
+    with pytest.raises(StartupError, match="a pool takes no states"):
+        EngineCore(NodeConfig(model=ModelConfig(model="m")), executor, connector, FakeMailbox())
+    executor.close()
