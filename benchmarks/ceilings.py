@@ -110,12 +110,16 @@ class ModelCosts:
 
     def _kv_bytes(self, context: float) -> float:
         """Bytes that a decode reads of its cache: of a layer with a window no more than the window."""
-        tokens = sum(min(context, window) if window else context for window in self.spec.windows)
+        tokens = sum(min(context, window) if window else context for window in self._windows)
         return tokens * self.kv_token_bytes / self.spec.num_layers
+
+    @property
+    def _windows(self) -> list[int]:
+        return [self.spec.windows[layer] for layer in self.spec.attention_layers]
 
     def _keys_seen(self, length: int) -> float:
         """Pairs of token and earlier token, in all layers."""
-        sizes = (min(length, window) if window else length for window in self.spec.windows)
+        sizes = (min(length, window) if window else length for window in self._windows)
         return sum(length * size - size * size / 2 for size in sizes)
 
     def _layer_bytes(self, num_experts: float) -> float:

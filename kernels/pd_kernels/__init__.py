@@ -6,6 +6,7 @@ sampling            the choice of tokens from logits: definitions, and torch fun
 triton_*            Triton kernels for GPUs, one family a file; `python -m benchmarks kernels` times them
 gluon_*             Gluon kernels for Hopper GPUs
 gemm_selection      measures which library algorithm multiplies many rows fastest; `triton_matmul` multiplies few rows
+state               the interface of layers with states instead of keys and values: `torch_state`, `triton_state`
 values              values that kernels take and return; `quantized`: weights and rows in float8
 attention           the interface of attention backends
 *_attention         the attention backends: `torch_attention`, `triton_attention`, `hopper_attention`

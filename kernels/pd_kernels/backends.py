@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 from pd_kernels import sampling, torch_experts, torch_ops, torch_quantized
 from pd_kernels.logprobs import logprobs
 from pd_kernels.torch_biased_experts import TorchBiasedMix
+from pd_kernels.torch_state import TorchState
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from pd_kernels.biased_experts import MakeBiasedMix
     from pd_kernels.gemm_selection import Product
     from pd_kernels.quantized import QuantizedRows, QuantizedWeight, RowsTwice, Weight
+    from pd_kernels.state import StateOps
     from pd_kernels.values import Draws, ExpertPart, HalfNormed, KeysValues, NewTokens, Routing
     from pd_kernels.weight_forms import WeightForm
 
@@ -123,6 +125,7 @@ class Kernels:
     needs_room: Callable[[WeightForm, torch.dtype, torch.device], bool]  # of weights of `biased_experts`: `room`
     biased_experts: MakeBiasedMix
     captured_forms: frozenset[str]  # names of WeightForms: steps with `biased_experts` of these can be captured
+    state: StateOps
     copy_blocks: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
     argmax: Callable[[torch.Tensor], torch.Tensor]
     draw: Callable[[torch.Tensor, Draws], torch.Tensor]
@@ -164,6 +167,7 @@ TORCH = Kernels(
     needs_room=no_room,
     biased_experts=TorchBiasedMix,
     captured_forms=frozenset(),
+    state=TorchState(),
     copy_blocks=torch_ops.copy_blocks,
     argmax=sampling.argmax,
     draw=sampling.draw,

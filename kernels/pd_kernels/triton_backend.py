@@ -19,6 +19,7 @@ from pd_kernels.triton_quantized_product import quantized_product
 from pd_kernels.triton_rotary import norm_rope_write
 from pd_kernels.triton_routing import route
 from pd_kernels.triton_sampling import argmax, best, draw
+from pd_kernels.triton_state import TritonState
 from pd_kernels.weight_forms import MXFP4
 
 logger = logging.getLogger(__name__)
@@ -52,6 +53,7 @@ TRITON = Kernels(
     needs_room=needs_room,
     biased_experts=make_biased_mix,
     captured_forms=frozenset({MXFP4.name}),
+    state=TritonState(),
     copy_blocks=copy_blocks,
     argmax=argmax,
     draw=draw,

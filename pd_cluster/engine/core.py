@@ -29,7 +29,7 @@ from pd_cluster.engine.pipeline import Pipeline
 from pd_cluster.engine.replies import Replies
 from pd_cluster.engine.stats_report import StatsReport
 from pd_cluster.engine.step_timing import StepForecast
-from pd_cluster.errors import Overloaded, PdError
+from pd_cluster.errors import Overloaded, PdError, StartupError
 from pd_cluster.protocol.messages import (
     HEARTBEAT_S,
     Abort,
@@ -122,7 +122,8 @@ class EngineCore:
         self._replies = replies = Replies(mailbox, self._forget)
         self._transfers = KvTransfers(
             connector, self._scheduler, mailbox.send, replies.report, connector.pool, config.model.logits_stages,
-            self._disk, may_give_up=config.handoff.on_load_failure in ("any", "local"),
+            self._disk, keeps_states=self._blocks.states is not None,
+            may_give_up=config.handoff.on_load_failure in ("any", "local"),
         )  # fmt: skip
         self._pipeline = self._make_pipeline(config)
         self._news = NewsReport(
@@ -144,6 +145,8 @@ class EngineCore:
             host_cache=config.cache.host_cache_gb > 0,
             prefix_caching=config.cache.prefix_caching,
         )
+        if blocks.states is not None and self._connector.pool is not None:
+            raise StartupError(f"--connector {config.handoff.connector}: a pool takes no states, which the model keeps")
         blocks.host.set_link(executor.host_gb_s, executor.layout.tp_size)
         return blocks
 

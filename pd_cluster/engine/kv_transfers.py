@@ -120,8 +120,13 @@ class KvTransfers:
         disk: DiskTier | None = None,
         *,
         may_give_up: bool = True,
+        keeps_states: bool = False,
     ) -> None:
-        """`may_give_up`: whether a load may end for want of blocks before its deadline. No request may fail by that."""
+        """`may_give_up`: whether a load may end for want of blocks before its deadline. No request may fail by that.
+        `keeps_states`: the model has a STATE group. A state cannot give a token back, so a prompt of which the last
+        token is computed again, for its logits, is computed here as a whole.
+        """
+        self._keeps_states = keeps_states
         self._connector = connector
         self._scheduler = scheduler
         self._logits_stages = logits_stages
@@ -234,7 +239,8 @@ class KvTransfers:
         """Ask the API process for a P if much of the prompt lacks KV; else compute the prompt here."""
         request = intake.request
         num_cached = self._scheduler.pin(request)
-        if request.num_loaded_tokens - num_cached < max(1, request.message.min_remote_tokens):
+        is_vain = self._keeps_states and bool(request.message.known)  # see `_load`
+        if is_vain or request.num_loaded_tokens - num_cached < max(1, request.message.min_remote_tokens):
             self.prefill_locally(request.request_id)
         else:
             self._reply(NeedsPrefill(request.request_id, num_cached))
@@ -264,6 +270,10 @@ class KvTransfers:
         own_digest = sampling_digest(request.sampling, self._logits_stages)
         intake.redraw = None if request.is_parted else Redraw.due(ticket, own_digest)
         request.redraws = intake.redraw is not None
+        if self._keeps_states and request.num_kept_tokens < num_loaded:
+            intake.redraw, request.redraws = None, False
+            self.prefill_locally(request.request_id)
+            return
         intake.num_attempts += 1
         intake.load_id = request.load_id = f"{request.request_id}#{intake.num_attempts}"
         intake.lender, intake.is_ready = ticket.lease.engine_id, False

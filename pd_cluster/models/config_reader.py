@@ -34,7 +34,7 @@ class ConfigReader:
         value = self.optional(name, default)
         value = int(value) if isinstance(value, float) and value.is_integer() else value  # 32768.0 is one, too
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            kind = "a positive integer" if least else "an integer of at least 0"
+            kind = "a positive integer" if least == 1 else f"an integer of at least {least}"
             raise StartupError(f"{self.file}: {self._prefix}{name} must be {kind}, not {value!r}")
         return value
 

@@ -13,14 +13,14 @@ from pd_cluster.models.head_norms import HeadNormsOverRanks
 from pd_cluster.models.linear_group import LinearGroup
 from pd_cluster.models.paged_attention import PagedAttention
 from pd_cluster.models.parameters import Parameters
-from pd_cluster.models.rope import make_rope_table
+from pd_cluster.models.rope import RopeTable, make_rope_table
 from pd_cluster.models.shard import Cut
 from pd_kernels.values import HalfNormed, HeadNorms
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from pd_cluster.models.forward_inputs import ForwardInputs
+    from pd_cluster.models.forward_inputs import ForwardInputs, Tail
     from pd_cluster.models.linear import Linear, Normed
     from pd_cluster.models.mixer import LayerCache, Mixer
     from pd_cluster.models.model_share import ModelShare
@@ -70,6 +70,8 @@ class Decoder(ABC, Generic[FamilyLayer]):
         distinct, rotary_dim = list(dict.fromkeys(ropes)), spec.rotary_dim or spec.head_dim
         self._ropes = [make_rope_table(rope, rotary_dim, max_len, dtype, device) for rope in distinct]
         self._rope_of_group = [distinct.index(rope) for rope in ropes]
+        if spec.state is not None:
+            self._rope_of_group.append(0)  # the last group, which does not rotate
         self._kernels = kernels
         self._share, shard = share, share.shard
         self._queries = shard.cut(spec.num_heads, "query heads", spec.head_dim)
@@ -121,6 +123,18 @@ class Decoder(ABC, Generic[FamilyLayer]):
     ) -> Normed:
         """Add what the layer computes of `attended` to `residual`, in place. -> the norm of the sum by `next_norm`."""
 
+    def _mix(
+        self,
+        layer: FamilyLayer,
+        x: Normed,
+        angles: RopeTable,
+        inputs: ForwardInputs,
+        cache: LayerCache,
+        tail: Tail | None,
+    ) -> torch.Tensor:
+        """The layer's first product with `x`, mixed; see Mixer."""
+        return layer.attention(layer.qkv(x), angles, inputs, cache, tail)
+
     def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """The residual before the first layer."""
         return F.embedding(token_ids, self._embedding)
@@ -138,7 +152,7 @@ class Decoder(ABC, Generic[FamilyLayer]):
         x: Normed = self._kernels.rms_norm(residual, self._layers[0].input_norm, self.spec.norm_eps)
         for index, (layer, next_norm) in enumerate(zip(self._layers, self._next_norms, strict=True)):
             tail = inputs.tail if layer is last else None
-            attended = layer.attention(layer.qkv(x), angles[layer.attention.group], inputs, caches[index], tail)
+            attended = self._mix(layer, x, angles[layer.attention.group], inputs, caches[index], tail)
             if tail is not None:
                 residual = residual[tail.rows]
                 if not len(residual):

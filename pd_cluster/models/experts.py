@@ -32,12 +32,14 @@ class ExpertNames:
     down: str
     shared: str = "shared_expert"  # the expert that computes every token
     bias: str = "gate.e_score_correction_bias"  # of a router of sigmoids
+    may_fuse: bool = False  # or plain ones as `{layer}.{block}.experts.gate_up_proj` and `down_proj` of all experts
 
 
 USUAL_NAMES = ExpertNames("mlp", gate="gate_proj", up="up_proj", down="down_proj")
 NAMES = {  # by architecture, where they differ
     "MixtralForCausalLM": ExpertNames("block_sparse_moe", gate="w1", up="w3", down="w2"),
     "Glm4MoeForCausalLM": replace(USUAL_NAMES, shared="shared_experts"),
+    "Qwen3_5MoeForCausalLM": replace(USUAL_NAMES, may_fuse=True),
     "MiniMaxM2ForCausalLM": ExpertNames("block_sparse_moe", "w1", "w3", "w2", bias="e_score_correction_bias"),
 }
 
@@ -116,6 +118,7 @@ def make_experts(
     if spec.is_sigmoid:
         bias = weights.tensor(f"{block}.{names.bias}", spec.num_experts, wide=True)
     experts = [f"{block}.experts.{number}" for number in range(spec.num_experts)]
+    fused = [f"{block}.experts.{name}" if names.may_fuse else "" for name in ("gate_up_proj", "down_proj")]
     gates_and_ups = [[f"{expert}.{part}" for part in (names.gate, names.up)] for expert in experts]
     return Experts(
         kernels=kernels,
@@ -124,8 +127,8 @@ def make_experts(
         ),
         router=weights.tensor(f"{block}.gate.weight", spec.num_experts, hidden_size, wide=True),
         bias=bias,
-        gate_up=weights.stacked(gates_and_ups, own, size, hidden_size),
-        down=weights.stacked([[f"{expert}.{names.down}"] for expert in experts], own, hidden_size, size),
+        gate_up=weights.stacked(gates_and_ups, own, size, hidden_size, fused[0]),
+        down=weights.stacked([[f"{expert}.{names.down}"] for expert in experts], own, hidden_size, size, fused[1]),
         shared=_make_shared(block, names, hidden_size, spec, weights, kernels, share.shard),
         part=None if share.reduce is None else ExpertPart(own.start, spec.num_experts),
         reduce=share.reduce,

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     import torch
 
     from pd_kernels.attention import AttentionPlan
+    from pd_kernels.state import StatePlan
     from pd_kernels.values import PackedSequences
 
 
@@ -32,3 +33,4 @@ class ForwardInputs:
     plans: Sequence[AttentionPlan]  # by KV group
     tail: Tail | None  # the rows that get logits; None: all T
     sequences: Sequence[PackedSequences] | None = None  # by KV group; None: in captured steps
+    states: StatePlan | None = None  # of the group of states; None: the model has none

@@ -15,6 +15,7 @@ from pd_cluster.models.config_reader import FLOAT32_MAX, ConfigReader
 from pd_cluster.models.quantization import BYTES_OF_FORM, read_quantization
 from pd_cluster.models.rope_kinds import ROPE_KINDS
 from pd_cluster.models.spec import ExpertsSpec, ModelSpec, RopeSpec
+from pd_cluster.models.state_config import read_state
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -43,6 +44,7 @@ class ExpertsRules:
 
     size: str  # the setting that has the size of an expert's activations
     normalized: bool | None = None  # None: as `norm_topk_prob` says
+    default_normalized: bool = False  # of `norm_topk_prob`, which is true for sigmoids
     is_shared: bool = False  # one more expert, of `shared_expert_intermediate_size`, computes every token
     is_sigmoid: bool = False  # routed as in DeepSeek-V3: see `_read_sigmoid_experts`, which uses the next two
     num_shared: int = 0  # default of `n_shared_experts`
@@ -81,6 +83,7 @@ class ConfigRules:
     experts: ExpertsRules | None = None  # None: every layer has a dense feed-forward
     window_rope_theta: float | None = None  # default for layers with a window; None: all layers have the same RoPE
     rotary_part: float | None = None  # default of `partial_rotary_factor`; None: heads rotate as a whole
+    has_states: bool = False  # some layers have a gated delta rule, and in the others attention is gated
 
 
 def read_spec(directory: Path, rules: ConfigRules, config: Mapping[str, Any]) -> ModelSpec:
@@ -120,6 +123,7 @@ def read_spec(directory: Path, rules: ConfigRules, config: Mapping[str, Any]) ->
     # MiniMax-M2's config names no dtype; what a float8 checkpoint does not quantize is bfloat16
     dtype = reader.optional("torch_dtype", "bfloat16" if quantization else "float32")
     is_biased = experts is not None and experts.is_biased
+    no_dense = experts.size if experts is not None and not experts.dense_layers else None  # of feed-forwards: any size
     if quantization is not None and quantization.scales in BYTES_OF_FORM:
         form, quantization = quantization.scales.value, None
         reader.refuse("quantization_config", not is_biased, f"{form} is served in gpt-oss only")
@@ -129,7 +133,7 @@ def read_spec(directory: Path, rules: ConfigRules, config: Mapping[str, Any]) ->
         architecture=str(config["architectures"][0]),
         vocab_size=reader.integer("vocab_size"),
         hidden_size=hidden_size,
-        intermediate_size=reader.integer("intermediate_size"),
+        intermediate_size=reader.integer("intermediate_size", no_dense),
         num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
@@ -151,6 +155,8 @@ def read_spec(directory: Path, rules: ConfigRules, config: Mapping[str, Any]) ->
         norms_heads_together=rules.norms_heads_together,
         quantization=quantization,
         has_sinks=rules.has_sinks,
+        state=read_state(reader, num_layers) if rules.has_states else None,
+        gated_attention=rules.has_states,
     )
 
 
@@ -192,7 +198,7 @@ def _read_experts(reader: ConfigReader, rules: ConfigRules, num_layers: int) -> 
     reader.refuse("num_experts_per_tok", num_chosen > num_experts, f"there are {num_experts} experts")
     dense, period = reader.optional("mlp_only_layers", ()), reader.integer("decoder_sparse_step", 1)
     reader.refuse("mlp_only_layers", not isinstance(dense, (list, tuple)), "a list of layers is expected")
-    default = experts.is_sigmoid  # of `norm_topk_prob`
+    default = experts.is_sigmoid or experts.default_normalized
     normalized = reader.optional("norm_topk_prob", default) if experts.normalized is None else experts.normalized
     spec = ExpertsSpec(
         num_experts=num_experts,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
+from pd_kernels.state import StateCache
 from pd_kernels.values import KeysValues
 
 if TYPE_CHECKING:
@@ -12,7 +13,7 @@ if TYPE_CHECKING:
     from pd_cluster.models.forward_inputs import ForwardInputs, Tail
     from pd_cluster.models.rope import RopeTable
 
-LayerCache: TypeAlias = KeysValues  # the cache of one layer; other mixers keep latent vectors, or states
+LayerCache: TypeAlias = KeysValues | StateCache  # the cache of one layer
 
 
 class Mixer(Protocol):

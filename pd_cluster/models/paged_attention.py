@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pd_kernels.values import NewTokens
+from pd_kernels.values import KeysValues, NewTokens
 
 if TYPE_CHECKING:
     import torch
@@ -36,6 +36,7 @@ class PagedAttention:
         `x`: [T, (H + 2 G) * head_dim], queries, then keys, then values, as the product leaves them.
         `angles`: of the T tokens. -> [T, H * head_dim]; with `tail`, of its R rows only.
         """
+        assert isinstance(cache, KeysValues)
         heads = x.view(x.shape[0], -1, self.head_dim)
         plan, new = (
             inputs.plans[self.group],

@@ -11,7 +11,7 @@ from pd_cluster.models.linear import Linear
 from pd_cluster.models.model_share import ModelShare
 from pd_cluster.models.quantization import BLOCKS_SUFFIX, SCALES_SUFFIX, QuantizationSpec, Scales
 from pd_cluster.models.quantized_linear import QuantizedLinear
-from pd_cluster.models.shard import Cut
+from pd_cluster.models.shard import Cut, RowRuns
 from pd_cluster.models.slot import Slot
 from pd_kernels.quantized import BLOCK, QuantizedWeight
 from pd_kernels.weight_forms import FORMS, PackedWeight
@@ -52,15 +52,18 @@ class Parameters:
         self._quantization = quantization or QuantizationSpec(Scales.CHANNELS, ())
         self._is_quantized = quantization.selector() if quantization else lambda name: False
 
-    def tensor(self, name: str, *shape: int, wide: bool = False, own: range | None = None) -> torch.Tensor:
+    def tensor(self, name: str, *shape: int, wide: bool = False, own: range | RowRuns | None = None) -> torch.Tensor:
         """Allocate a weight of `shape` that the checkpoint's tensor `name` fills.
 
-        `wide`: in float32 or more, whatever the model's dtype. `own`: the part of the first dimension that this rank
+        `wide`: in float32 or more, whatever the model's dtype. `own`: the parts of the first dimension that this rank
         has; None: all.
         """
         dtype = torch.promote_types(self._dtype, torch.float32) if wide else self._dtype
-        tensor = torch.empty((shape[0] if own is None else len(own), *shape[1:]), dtype=dtype, device=self._device)
-        self.slots[name] = Slot(tensor, shape, start=own.start if own else 0)
+        runs = own.parts if isinstance(own, RowRuns) else (range(shape[0]) if own is None else own,)
+        tensor = torch.empty((sum(map(len, runs)), *shape[1:]), dtype=dtype, device=self._device)
+        places = torch.split(tensor, [len(run) for run in runs])
+        parts = [Slot(place, shape, start=run.start) for place, run in zip(places, runs, strict=True)]
+        self.slots[name] = Slot.of_parts(parts)
         return tensor
 
     def fused(self, name: str, shape: tuple[int, int, int], own: range, form: str) -> ExpertsWeight:
@@ -94,7 +97,7 @@ class Parameters:
     def linear(
         self,
         kind: str,
-        parts: Mapping[str, int | Cut],
+        parts: Mapping[str, int | Cut | RowRuns],
         num_inputs: int | Cut,
         *,
         bias: bool = False,
@@ -107,7 +110,8 @@ class Parameters:
         linears of this shape, one in each layer. `activate`, `adds`: see Linear. Raises StartupError if the checkpoint
         quantizes some of the parts, or blocks of a part do not fit the merged weight.
         """
-        rows, inputs = {name: Cut.of(size) for name, size in parts.items()}, Cut.of(num_inputs)
+        rows = {name: size if isinstance(size, RowRuns) else Cut.of(size) for name, size in parts.items()}
+        inputs = Cut.of(num_inputs)
         num_rows = sum(map(len, rows.values()))
         weight = self._allocate(parts, num_rows, len(inputs))
         reduce = self._share.reduce if inputs.is_part else None
@@ -115,8 +119,9 @@ class Parameters:
         offsets = self._empty(num_rows) if has_bias else None
         start = 0
         for name, cut in rows.items():
-            self._place(name, weight, start, cut, inputs)
+            self._place(name, weight, start, cut.cuts if isinstance(cut, RowRuns) else (cut,), inputs)
             if bias:
+                assert isinstance(cut, Cut), "no model has a bias in runs"
                 part = self._empty(0) if offsets is None else offsets[start : start + len(cut)]
                 self.slots[f"{name}.bias"] = Slot(part, (cut.total,), start=cut.part.start)
             start += len(cut)
@@ -125,19 +130,24 @@ class Parameters:
             return self._add(kind, quantized)
         return self._add(kind, Linear(weight, offsets, self._kernels, activate, adds=adds, reduce=reduce))
 
-    def stacked(self, stacks: Sequence[Sequence[str]], own: range, num_rows: int, num_inputs: int) -> Weight:
+    def stacked(
+        self, stacks: Sequence[Sequence[str]], own: range, num_rows: int, num_inputs: int, fused: str = ""
+    ) -> Weight:
         """[len(own), parts * num_rows, num_inputs]: each stack names its parts, modules [num_rows, num_inputs].
 
-        `own`: the stacks that this rank has. Raises StartupError as `linear` does.
+        `own`: the stacks that this rank has. `fused`: a tensor of all stacks, which a checkpoint may have in place of
+        plain parts; see `fused_slots`. Raises StartupError as `linear` does.
         """
         parts = [name for names in stacks for name in names]
         weight = self._allocate(parts, len(own), len(stacks[0]) * num_rows, num_inputs)
+        if fused and isinstance(weight, torch.Tensor):
+            self.slots[fused] = Slot(weight, (len(stacks), *weight.shape[1:]), start=own.start)
         for number, names in enumerate(stacks):
             place = number - own.start if number in own else 0
             rows = Cut(num_rows, range(num_rows if number in own else 0))
             expert = weight[place] if isinstance(weight, torch.Tensor) else weight.expert(place)
             for index, name in enumerate(names):
-                self._place(name, expert, index * num_rows, rows, Cut.of(num_inputs))
+                self._place(name, expert, index * num_rows, (rows,), Cut.of(num_inputs))
         return weight
 
     def tied_linear(self, kind: str, weight: torch.Tensor) -> Linear:
@@ -165,22 +175,29 @@ class Parameters:
         scales = torch.empty((*experts, *of_each), dtype=torch.float32, device=self._device)
         return QuantizedWeight(values, scales, is_blocks)
 
-    def _place(self, name: str, weight: Weight, start: int, rows: Cut, inputs: Cut) -> None:
-        """Note that `rows` and `inputs` of the checkpoint's module `name` fill `weight` [out, in] from row `start` on.
+    def _place(self, name: str, weight: Weight, start: int, runs: Sequence[Cut], inputs: Cut) -> None:
+        """Note that `runs` of rows of the checkpoint's module `name` fill `weight` [out, in] from row `start` on.
 
-        One of the two is whole.
+        The rows are whole, or all `inputs` are there.
         """
-        shape = rows.total, inputs.total
-        dim, cut = (1, inputs) if inputs.is_part else (0, rows)
-        if isinstance(weight, torch.Tensor):
-            self.slots[f"{name}.weight"] = Slot(weight[start : start + len(rows)], shape, dim, cut.part.start)
-            return
-        if weight.is_blocks and start % BLOCK:
-            raise StartupError(f"{name} begins at row {start} of its product, inside of a quantized block of {BLOCK}")
-        part = weight.rows(start, start + len(rows))
-        slot = self.slots[f"{name}.weight"] = Slot(part.values, shape, dim, cut.part.start)
-        of_scales = slot.of_scales(name, part.scales, self._quantization.scales)
-        self.slots[f"{name}.{self._quantization.tensor_name}"] = of_scales
+        values, scales = list[Slot](), list[Slot]()
+        for rows in runs:
+            shape = rows.total, inputs.total
+            dim, cut = (1, inputs) if inputs.is_part else (0, rows)
+            end = start + len(rows)
+            if isinstance(weight, torch.Tensor):
+                values.append(Slot(weight[start:end], shape, dim, cut.part.start))
+            else:
+                if weight.is_blocks and start % BLOCK:
+                    place = f"{name} begins at row {start} of its product"
+                    raise StartupError(f"{place}, inside of a quantized block of {BLOCK}")
+                part = weight.rows(start, end)
+                values.append(Slot(part.values, shape, dim, cut.part.start))
+                scales.append(values[-1].of_scales(name, part.scales, self._quantization.scales))
+            start = end
+        self.slots[f"{name}.weight"] = Slot.of_parts(values)
+        if scales:
+            self.slots[f"{name}.{self._quantization.tensor_name}"] = Slot.of_parts(scales)
 
     def _empty(self, *shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=self._dtype, device=self._device)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from pd_cluster.errors import StartupError
 from pd_cluster.models.directory import read_json
+from pd_cluster.models.tensor_names import slot_name, spellings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -47,16 +48,17 @@ class QuantizationSpec:
 
         An entry of `excluded` is a regular expression after "re:", a pattern with "*", or a name. A pattern excludes
         the modules that it fits, and those in them. A name excludes the modules that it is a part of: "gate" excludes
-        "model.layers.0.mlp.gate", but not "model.layers.0.mlp.gate_proj".
+        "model.layers.0.mlp.gate", but not "model.layers.0.mlp.gate_proj". Both may be those of a wrapper's modules.
         """
-        names = {name for name in self.excluded if not _is_pattern(name)}
+        names = {slot_name(name) for name in self.excluded if not _is_pattern(name)}
         patterns = [_compiled(name) for name in self.excluded if _is_pattern(name)]
 
         def is_quantized(module: str) -> bool:
             parts = module.split(".")  # the names can be many (one a layer), so they are looked up
             ends = range(1, len(parts) + 1)
             found = any(".".join(parts[start:end]) in names for end in ends for start in range(end))
-            return not (found or any(pattern.match(module) for pattern in patterns))
+            names_of_it = (module, *spellings(module))
+            return not (found or any(pattern.match(name) for pattern in patterns for name in names_of_it))
 
         return is_quantized
 

@@ -122,6 +122,26 @@ _LLAMA_TYPES = {
         num_kv_heads=8, max_len=131072, head_dim=128, norm_eps=1e-5, refused=("use_sliding_window", "clip_qkv")
     ),
 }
+_QWEN3_NEXT = ConfigRules(
+    qkv_bias=False,
+    out_bias=False,
+    qk_norm=True,
+    num_kv_heads=2,
+    max_len=32768,
+    head_dim=256,
+    rotary_part=0.25,
+    has_states=True,
+    experts=ExpertsRules("moe_intermediate_size", default_normalized=True, is_shared=True),
+)
+_QWEN3_5_MOE = replace(
+    _QWEN3_NEXT, experts=ExpertsRules("moe_intermediate_size", normalized=True, is_shared=True)
+)  # fmt: skip
+STATE_ARCHITECTURES: dict[str, Architecture] = {
+    "Qwen3NextForCausalLM": Architecture(_QWEN3_NEXT, "qwen3_next.Qwen3Next"),
+    "Qwen3_5ForCausalLM": Architecture(replace(_QWEN3_NEXT, num_kv_heads=4, experts=None), "qwen3_next.Qwen35"),
+    "Qwen3_5MoeForCausalLM": Architecture(_QWEN3_5_MOE, "qwen3_next.Qwen35"),
+}
+"""Models that compute, but that no engine serves: it has no slots for their states. See MISSING_PARTS."""
 ARCHITECTURES: dict[str, Architecture] = {
     "LlamaForCausalLM": Architecture(ConfigRules(), types=_LLAMA_TYPES),
     "MistralForCausalLM": Architecture(

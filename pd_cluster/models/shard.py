@@ -34,6 +34,31 @@ class Cut:
 
 
 @dataclass(frozen=True, slots=True)
+class RowRuns:
+    """Runs of the rows of a checkpoint's tensor, in the order in which a rank has them."""
+
+    total: int
+    parts: tuple[range, ...]
+
+    def __len__(self) -> int:
+        return sum(map(len, self.parts))
+
+    @property
+    def cuts(self) -> tuple[Cut, ...]:
+        """Each run alone."""
+        return tuple(Cut(self.total, part) for part in self.parts)
+
+    @classmethod
+    def of_things(cls, things: range, total: int, *parts: tuple[int, int, int]) -> RowRuns:
+        """Of some of `total` things: for each of `parts` (start, size, distance) the runs of all things, one by one.
+
+        The run of thing i has `size` rows from `start + i * distance` on.
+        """
+        places = ((start + thing * distance, size) for start, size, distance in parts for thing in things)
+        return cls(total, tuple(range(start, start + size) for start, size in places))
+
+
+@dataclass(frozen=True, slots=True)
 class Shard:
     """Rank `rank` of `size` tensor-parallel ranks. One rank, the default, holds everything."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from pd_cluster.errors import StartupError
@@ -10,7 +10,7 @@ from pd_cluster.models.quantization import Scales
 from pd_kernels.quantized import BLOCK
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     import torch
 
@@ -30,6 +30,12 @@ class Slot:
     start: int = 0
     offset: float = 0.0  # added to the values: checkpoints of some families store a norm's weight minus 1
     repeats: bool = False  # the checkpoint's tensor is one number, () or [1], that fills the whole parameter
+    rest: tuple[Slot, ...] = ()  # further parts of the same tensor, which lie elsewhere in it or in the parameter
+
+    @classmethod
+    def of_parts(cls, parts: Sequence[Slot]) -> Slot:
+        """One slot of all `parts` of a tensor."""
+        return replace(parts[0], rest=tuple(parts[1:]))
 
     def fits(self, shape: tuple[int, ...]) -> bool:
         """Whether the checkpoint's tensor may have `shape`."""
@@ -44,15 +50,16 @@ class Slot:
         return (*(slice(None),) * self.dim, slice(self.start, end))
 
     def fill(self, read: Callable[[Index], torch.Tensor]) -> None:
-        """Copy into `tensor` the part that `read` returns for `index`, converted to the tensor's dtype.
+        """Copy into `tensor` the part that `read` returns for `index`, converted to its dtype; then fill the `rest`.
 
         Nothing is read for an empty part: of an expert or a bias that only other ranks have.
         """
-        if not self.tensor.numel():
-            return
-        self.tensor.copy_(read(self.index))
-        if self.offset:
-            self.tensor.add_(self.offset)
+        for part in (self, *self.rest):
+            if not part.tensor.numel():
+                continue
+            part.tensor.copy_(read(part.index))
+            if part.offset:
+                part.tensor.add_(part.offset)
 
     def of_scales(self, name: str, scales: torch.Tensor, kind: Scales) -> Slot:
         """The slot that fills `scales`, those of this part of a weight [out, in]; see QuantizedWeight.

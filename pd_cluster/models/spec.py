@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import MISSING, asdict, dataclass, fields
+from math import lcm
 from typing import TYPE_CHECKING, Any
 
-from pd_connectors.protocol.layout import KVGroup, KVKind
+from pd_connectors.protocol.layout import DTYPE_BYTES, KVGroup, KVKind
 from pd_kernels.packed_room import ROOMS
 
 if TYPE_CHECKING:
     from pd_cluster.models.quantization import QuantizationSpec
 
 _LATER_IN_ROPE = ("attention_factor", "truncate")  # the other fields are in all fingerprints
+STATE_DISTANCE = 64  # tokens: kernels cut prompts into pieces of so many, and have the states at their ends
 ATTENTION_SHARE = 0.225  # FLOP/s of attention of short chunks, relative to those of products: see `keys_per_token`
 
 
@@ -51,6 +53,42 @@ class ExpertsSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class StateSpec:
+    """The layers with a gated delta rule (arXiv 2412.06464) in place of attention, and their states.
+
+    Value heads h * ratio to (h + 1) * ratio - 1 belong to key head h. A convolution runs over the queries and keys of
+    each key head, and the values of its value heads. `state_views` has the places in a block.
+    """
+
+    layers: tuple[int, ...]
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    width: int  # inputs of the convolution
+
+    @property
+    def ratio(self) -> int:
+        """Value heads of a key head."""
+        return self.value_heads // self.key_heads
+
+    @property
+    def channels(self) -> int:
+        """Channels of the convolution that belong to one key head."""
+        return 2 * self.key_dim + self.ratio * self.value_dim
+
+    @property
+    def head_layers(self) -> int:
+        """A value head's block has the inputs of all its key head's channels in so many layers: its share of them."""
+        return -(-len(self.layers) // self.ratio)
+
+    def head_floats(self, dtype_bytes: int) -> int:
+        """Float32 numbers in a value head's block: its states, and inputs of `dtype_bytes` up to a multiple of 16."""
+        inputs = self.head_layers * self.channels * (self.width - 1) * dtype_bytes
+        return len(self.layers) * self.key_dim * self.value_dim + -(-inputs // 16) * 4
+
+
+@dataclass(frozen=True, slots=True)
 class ModulesSpec:
     """A decoder that transformers' modules compute."""
 
@@ -73,7 +111,7 @@ class ModelSpec:
     max_len: int
     norm_eps: float
     rope: RopeSpec
-    windows: tuple[int, ...]  # per layer; 0: full attention
+    windows: tuple[int, ...]  # per layer; 0: full attention, or none: see `attention_layers`
     qkv_bias: bool
     out_bias: bool
     mlp_bias: bool
@@ -87,6 +125,8 @@ class ModelSpec:
     norms_heads_together: bool = False  # with qk_norm: a token's queries are normed as one row, and its keys
     quantization: QuantizationSpec | None = None  # None: weights have the checkpoint's dtype
     has_sinks: bool = False  # each query head sees one more key, without a value
+    state: StateSpec | None = None  # None: every layer has attention
+    gated_attention: bool = False  # a sigmoid of each number's own weighs the output of attention
     # None: a family of ours computes it. Otherwise norms, RoPE and biases are described in this config only
     modules: ModulesSpec | None = None
 
@@ -127,22 +167,37 @@ class ModelSpec:
         attention has a bound. 0: all layers have a window.
         """
         multiplied = self._count_parameters(self.experts.num_chosen if self.experts else 0)  # weights a token
-        attention = 4 * self.windows.count(0) * self.num_heads * self.head_dim  # FLOPs a key
+        num_full = sum(not self.windows[layer] for layer in self.attention_layers)
+        attention = 4 * num_full * self.num_heads * self.head_dim  # FLOPs a key
         return max(1, round(ATTENTION_SHARE * 2 * multiplied / attention)) if attention else 0
 
     @property
     def group_windows(self) -> tuple[int, ...]:
         """The window of each KV group: the layers with one window are a group, in the order of their first layers."""
-        return tuple(dict.fromkeys(self.windows))
+        return tuple(dict.fromkeys(self.windows[layer] for layer in self.attention_layers))
+
+    @property
+    def attention_layers(self) -> tuple[int, ...]:
+        """The layers that attend to keys. The others keep a state."""
+        states = self.state.layers if self.state is not None else ()
+        return tuple(layer for layer in range(self.num_layers) if layer not in states)
 
     def kv_groups(self, block_size: int, dtype: str) -> tuple[KVGroup, ...]:
-        """The groups of layers, see `group_windows`. A block holds `block_size` tokens of `dtype`."""
+        """The groups of layers, see `group_windows`. A block holds `block_size` tokens of `dtype`.
+
+        The last group is that of the states, if there are some. They are float32; what their convolutions have seen is
+        of `dtype`, the model's.
+        """
         groups = []
         for window in self.group_windows:
-            layers = tuple(layer for layer, own in enumerate(self.windows) if own == window)
+            layers = tuple(layer for layer in self.attention_layers if self.windows[layer] == window)
             shape = (self.num_kv_heads, len(layers), 2, block_size, self.head_dim)
             kind = KVKind.WINDOW if window else KVKind.FULL
             groups.append(KVGroup(kind, layers, shape, dtype, block_size, window))
+        if (state := self.state) is not None:
+            sizes = state.value_heads, state.head_floats(DTYPE_BYTES[dtype])
+            distance = lcm(block_size, STATE_DISTANCE)
+            groups.append(KVGroup(KVKind.STATE, state.layers, sizes, "float32", distance))
         return tuple(groups)
 
     def semantic(self) -> dict[str, Any]:
@@ -167,13 +222,17 @@ class ModelSpec:
         """
         if self.modules is not None:
             return self.modules.layer_parameters
-        attention = self.hidden_size * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
+        rows = self.head_dim * ((2 + self.gated_attention) * self.num_heads + 2 * self.num_kv_heads)
+        mixing = self.hidden_size * rows * len(self.attention_layers)
+        if (state := self.state) is not None:
+            rows = state.key_heads * state.channels + 2 * state.value_heads * (state.value_dim + 1)
+            mixing += self.hidden_size * rows * len(state.layers)
         dense = 3 * self.hidden_size * self.intermediate_size
         if self.experts is None:
-            return self.num_layers * (attention + dense)
+            return mixing + self.num_layers * dense
         num_dense = len(self.experts.dense_layers)
         mixture = 3 * self.hidden_size * (num_experts * self.experts.size + self.experts.shared_size)
-        return self.num_layers * attention + num_dense * dense + (self.num_layers - num_dense) * mixture
+        return mixing + num_dense * dense + (self.num_layers - num_dense) * mixture
 
 
 def _without_defaults(kind: type[ModelSpec | ExpertsSpec | RopeSpec], values: dict[str, Any]) -> dict[str, Any]:

@@ -30,6 +30,8 @@ Besides, a layer for multi-token prediction may follow the model's last layer; i
 HEAD = "lm_head.weight"
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _MERGE = "eh_proj.weight"  # merges a token's embedding with the hidden state before it
+_EXPERT = re.compile(r"(.*\.experts)\.\d+\.(gate|up|down)_proj\.weight")
+_FUSED = ".experts.down_proj"
 _BASE_PREFIXES = ("embed_tokens.", "layers.", "norm.")  # of a decoder that was saved without its head
 _TEXT_PREFIXES = {  # of a wrapper's text model, and what its own checkpoint has instead
     "model.language_model.": "model.",
@@ -47,6 +49,10 @@ def match_slots(
     """
     found: dict[str, str] = {}
     problems: dict[str, set[str]] = {"missing": set(slots), "unknown": set(), "stored twice": set()}
+    if fused := fused_slots(slots):
+        named = set(map(slot_name, stored))
+        for name, single in fused.items():
+            problems["missing"] -= single if name in named else {name}
     prediction_layers = _prediction_layers(stored, slots)
     for name in stored:
         slot = slot_name(name)
@@ -68,6 +74,24 @@ def slot_name(name: str) -> str:
         if name.startswith(prefix):
             return replacement + name.removeprefix(prefix)
     return name
+
+
+def spellings(name: str) -> list[str]:
+    """What wrappers call the tensor or module `name` of a text model."""
+    found = [(prefix, own) for prefix, own in _TEXT_PREFIXES.items() if name.startswith(own)]
+    return [prefix + name.removeprefix(own) for prefix, own in found]
+
+
+def fused_slots(slots: Collection[str]) -> dict[str, set[str]]:
+    """Slot of a layer's experts in one tensor -> the slots of single experts. A checkpoint fills one or the others."""
+    found: dict[str, set[str]] = {}
+    if any(name.endswith(_FUSED) for name in slots):
+        for name in slots:
+            if expert := _EXPERT.fullmatch(name):
+                fused = f"{expert[1]}.{'down' if expert[2] == 'down' else 'gate_up'}_proj"
+                if fused in slots:
+                    found.setdefault(fused, set()).add(name)
+    return found
 
 
 def is_ignored(name: str) -> bool:

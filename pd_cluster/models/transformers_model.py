@@ -13,6 +13,7 @@ from pd_cluster.models.transformers_modules import make_modules, run_body, run_h
 from pd_cluster.models.transformers_spec import parse_config
 from pd_kernels.reference import prefill_attention
 from pd_kernels.torch_ops import write_cache
+from pd_kernels.values import KeysValues
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -69,6 +70,7 @@ class TransformersModel:
     def _attention(self, inputs: ForwardInputs, caches: Mapping[int, LayerCache]) -> Attend:
         def attend(call: LayerCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
             views, width = caches[call.layer], value.shape[-1]
+            assert isinstance(views, KeysValues)
             group = self.spec.group_windows.index(call.window)
             query, key, value = (_as_cached(part, views.keys) for part in (query, key, value))
             write_cache(key, value, views, inputs.slot_mappings[group])

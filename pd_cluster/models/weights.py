@@ -10,7 +10,7 @@ from safetensors import SafetensorError, safe_open
 from pd_cluster.errors import StartupError
 from pd_cluster.models.checkpoint_files import read_header, some, weight_files
 from pd_cluster.models.quantization import SCALE_NAMES, SCALES_SUFFIX
-from pd_cluster.models.tensor_names import HEAD, match_slots, slot_name
+from pd_cluster.models.tensor_names import HEAD, fused_slots, match_slots, slot_name
 from pd_kernels.quantized import MOST
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def fill_at_random(model: Model, seed: int) -> None:
     and keeps its part.
     """
     generators: dict[torch.device, torch.Generator] = {}
-    for name in sorted(model.slots):
+    for name in sorted(set(model.slots) - set(fused_slots(model.slots))):
         slot = model.slots[name]
         tensor = slot.tensor
         if tensor.device not in generators:
@@ -67,17 +67,18 @@ def fill_at_random(model: Model, seed: int) -> None:
         if name.endswith("norm.weight"):
             tensor.fill_(1.0)
         elif name.endswith(SCALE_NAMES):
-            tensor.fill_(_DUMMY_SCALE)
+            for part in (slot, *slot.rest):
+                part.tensor.fill_(_DUMMY_SCALE)
         elif tensor.dtype is torch.float8_e4m3fn:
-            values = torch.randn(slot.shape, device=tensor.device, generator=generator)[slot.index]
-            tensor.copy_(values.mul_(_DUMMY_STD / _DUMMY_SCALE).clamp_(-MOST, MOST))
+            whole = torch.randn(slot.shape, device=tensor.device, generator=generator)
+            slot.fill(whole.mul_(_DUMMY_STD / _DUMMY_SCALE).clamp_(-MOST, MOST).__getitem__)
         elif tensor.dtype is torch.uint8:
             least, end = _DUMMY_EXPONENTS if name.endswith(SCALES_SUFFIX) else (0, 256)
             whole = torch.empty(slot.shape, dtype=torch.uint8, device=tensor.device) if slot.index else tensor
             tensor.copy_(whole.random_(least, end, generator=generator)[slot.index])
         elif slot.index or not tensor.is_contiguous():
             whole = torch.empty(slot.shape, dtype=tensor.dtype, device=tensor.device)
-            tensor.copy_(whole.normal_(0.0, _DUMMY_STD, generator=generator)[slot.index])
+            slot.fill(whole.normal_(0.0, _DUMMY_STD, generator=generator).__getitem__)
         else:
             tensor.normal_(0.0, _DUMMY_STD, generator=generator)
 

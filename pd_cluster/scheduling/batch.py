@@ -43,6 +43,14 @@ class SequenceStart(msgspec.Struct, frozen=True):
     outputs: PromptOutputs | None = None  # what its chunks with `reads` find out about the prompt
 
 
+class StateStep(msgspec.Struct, frozen=True, gc=False, array_like=True):
+    """The slots of a chunk in the model's STATE group. A slot is a block of the group."""
+
+    source: int  # has the state before the chunk; -1: it begins with zeros
+    slot: int  # gets the state after the chunk
+    saves: tuple[tuple[int, int], ...] = ()  # (tokens, slot): slots that get the state after so many tokens, too
+
+
 class BeamStep(msgspec.Struct, frozen=True, gc=False, array_like=True):
     """A beam continues another, or itself: its row becomes the other's, with this token as the last one."""
 
@@ -63,6 +71,8 @@ class SequenceChunk(msgspec.Struct, frozen=True, gc=False, array_like=True):
     # Its last tokens, which may be wrong: each is accepted if the draw after the token before it gives it. Only a
     # decode has some: it computes one token that is certain, and samples after each of its tokens
     drafts: tuple[int, ...] = ()
+    # None: there is no STATE group, or the chunk reads and writes the slot that the sequence's chunk before it wrote
+    states: StateStep | None = None
 
     @property
     def is_decode(self) -> bool:

@@ -120,8 +120,10 @@ class BatchBuilder:
         seq.planned_step = self.step
         self.budget -= num_tokens
         self.prompts.tokens_left = min(self.prompts.tokens_left, self.budget)
-        reads = seq.reads(start, end)
-        self.chunks.append(SequenceChunk(seq.seq_id, start, num_tokens, new_blocks, num_samples, reads))
+        reads, states = seq.reads(start, end), None
+        if blocks.states is not None:
+            states = blocks.states.plan(table, start, end, seq.num_prompt_tokens, draws=num_samples > 0)
+        self.chunks.append(SequenceChunk(seq.seq_id, start, num_tokens, new_blocks, num_samples, reads, (), states))
         if seq.request.lease_id is not None:
             self._announce(seq, table, seq.request.lease_id, blocks)
 

@@ -16,21 +16,23 @@ from math import inf
 from typing import TYPE_CHECKING
 
 from pd_cluster.scheduling.batch import NewBlocks
-from pd_cluster.scheduling.block_table import BlockTable, GroupBlocks, Growth
+from pd_cluster.scheduling.block_table import BlockTable, Growth
 from pd_cluster.scheduling.cache_news import CacheNews
 from pd_cluster.scheduling.hits import Hits
 from pd_cluster.scheduling.host_copies import HostCopies
 from pd_cluster.scheduling.host_hits import HostHits
 from pd_cluster.scheduling.host_tier import HostTier
-from pd_cluster.scheduling.sequence_room import cache_tokens
+from pd_cluster.scheduling.sequence_room import cache_tokens, most_held
 from pd_cluster.scheduling.slab_memory import SlabMemory
-from pd_connectors.protocol.layout import BlockRun
+from pd_cluster.scheduling.state_steps import StateSteps
+from pd_connectors.protocol.layout import BlockRun, KVKind
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from pd_cluster.protocol.messages import KvStats
     from pd_cluster.scheduling.block_pool import BlockPool
+    from pd_cluster.scheduling.block_table import GroupBlocks
     from pd_cluster.scheduling.host_copies import Copy
     from pd_connectors.base import CachedBlock
     from pd_connectors.protocol.layout import KVGroup
@@ -38,13 +40,16 @@ if TYPE_CHECKING:
 
 
 class BlockManager:
-    """The pools of all groups, with the tables, leases and quarantines that refer to their blocks."""
+    """The pools of all groups, with the tables, leases and quarantines that refer to their blocks.
+
+    `states`: the slots of a STATE group; None: there is no such group.
+    """
 
     def __init__(
         self, groups: Sequence[KVGroup], slabs: KvSlabs, *, num_host_blocks: int = 0, host_cache: bool = False,
         prefix_caching: bool = True,
     ) -> None:  # fmt: skip
-        """`num_host_blocks`: of each group, for swapping, and with `host_cache` for a tier of the prefix cache."""
+        """`num_host_blocks`: units (`host_unit`), to swap, and with `host_cache` for a tier of the prefix cache."""
         # its tables would begin empty, hits and handoffs would leave it out, and nothing of it would be published
         assert not any(group.optional for group in groups), "no model has an optional KV group yet"
         self.block_size = min(group.block_size for group in groups)  # tokens; of hashes
@@ -58,6 +63,8 @@ class BlockManager:
         self.has_free, self.free_for = self._memory.has_free, self._memory.free_for
         self.num_units = self._memory.units_of
         self._mortal = tuple(pool for pool in self.pools if not pool.is_tree)  # their blocks die
+        self.states = StateSteps.of(self._memory, prefix_caching=prefix_caching)
+        self._paged = tuple(pool for pool in self.pools if pool.group.kind is not KVKind.STATE)
         self._hits = Hits(self.pools, self.block_size)
         self.news = CacheNews([pool.index for pool in self.pools if pool.is_tree])
         self.host = HostTier(self.pools, self.news, num_host_blocks, is_cache=host_cache and prefix_caching)
@@ -102,7 +109,7 @@ class BlockManager:
 
     def needs_of(self, num_tokens: int) -> list[int]:
         """The blocks by group of a sequence of so many tokens that is prefilled."""
-        return [pool.blocks_for(num_tokens) for pool in self.pools]
+        return [most_held(group, num_tokens) for group in self._groups]
 
     @cached_property
     def num_tokens(self) -> int:
@@ -115,18 +122,19 @@ class BlockManager:
 
     # tables
 
-    def open_table(self) -> BlockTable:
-        """An empty table. Close it (or `hold` it under a lease), whatever happens."""
-        table = BlockTable(tuple(GroupBlocks() for _ in self.pools))
+    def open_table(self, *, reverses: bool = False) -> BlockTable:
+        """An empty table. Close it (or `hold` it under a lease), whatever happens.
+
+        `reverses`: its steps that draw may be taken back (`Sequence.sit_out`).
+        """
+        table = BlockTable(tuple(pool.new_holder(reverses=reverses) for pool in self.pools))
         self._tables.add(table)
         return table
 
     def fork(self, table: BlockTable) -> BlockTable:
         """A second table of the same blocks. The first that writes the shared last block gets a copy of it."""
-        for pool, held in zip(self.pools, table.groups, strict=True):
-            pool.fork(held)
+        twin = BlockTable(tuple(pool.fork(held) for pool, held in self._by_group(table)), branch=table.branch)
         table.capacity = 0  # both tables must `grow` before they are written
-        twin = BlockTable(tuple(GroupBlocks(held.first, held.ids[:], held.path[:]) for held in table.groups))
         self._tables.add(twin)
         return twin
 
@@ -158,7 +166,8 @@ class BlockManager:
             if needs[pool.index]:
                 held = table.groups[pool.index]
                 begin, copy = pool.grow(held, start, end)
-                new.append(NewBlocks(pool.index, held.first + begin, tuple(held.ids[begin:])))
+                if pool.group.kind is not KVKind.STATE:
+                    new.append(NewBlocks(pool.index, held.first + begin, tuple(held.ids[begin:])))
                 if copy is not None:
                     copies.append((pool.index, *copy))
         table.capacity = self.end_of(table)
@@ -170,7 +179,7 @@ class BlockManager:
     def end_of(self, table: BlockTable) -> int:
         """Positions below this have a block in every group, which may be shared."""
         end = inf
-        for pool in self.pools:
+        for pool in self._paged:
             held = table.groups[pool.index]
             if (own := (held.first + len(held.ids)) * pool.block_size) < end:
                 end = own
@@ -218,10 +227,7 @@ class BlockManager:
         `num_leased`: what a handoff of a prompt of so many tokens moves is kept.
         """
         for pool in self._mortal:
-            first = pool.group.first_block(position)
-            if num_leased is not None:
-                first = min(first, pool.group.handed_over(num_leased).start)
-            pool.let_go_before(table.groups[pool.index], first)
+            pool.let_go(table.groups[pool.index], position, num_leased)
         due = inf
         for pool in self.pools:
             if (own := pool.due(table.groups[pool.index], is_cached=self.prefix_caching)) < due:
@@ -274,7 +280,8 @@ class BlockManager:
 
     def num_published(self, table: BlockTable) -> int:
         """The number of blocks that are published in every group."""
-        return min((held.first + len(held.path)) * pool.ratio for pool, held in self._by_group(table))
+        ends = ((pool, table.groups[pool.index]) for pool in self._paged)
+        return min((held.first + len(held.path)) * pool.ratio for pool, held in ends)
 
     def name(self, steps: Sequence[tuple[int, int]], first: int, hashes: Sequence[bytes]) -> int:
         """Name the hits of a prompt of which the blocks with `hashes` are published. See `CacheNews.name`."""
@@ -334,7 +341,7 @@ class BlockManager:
 
     def can_swap_out(self, table: BlockTable, num_tokens: int) -> bool:
         """Whether the table has blocks of the first `num_tokens`, all loaded, and the host memory room for them."""
-        if not num_tokens or table in self.copies.pending:
+        if not num_tokens or table in self.copies.pending or (self.states and self.states.is_unread(table)):
             return False
         needs = (pool.blocks_for(num_tokens) - held.first for pool, held in self._by_group(table))
         return all(num <= own.num_takeable for num, own in zip(needs, self.host.groups, strict=True))

@@ -19,6 +19,7 @@ from math import inf
 from typing import TYPE_CHECKING
 
 from pd_cluster.protocol.messages import KvGroupStats
+from pd_cluster.scheduling.block_table import GroupBlocks
 from pd_cluster.scheduling.prefix_cache import PrefixCache
 from pd_connectors.base import CachedBlock
 from pd_connectors.protocol.layout import KVKind
@@ -26,7 +27,6 @@ from pd_connectors.protocol.layout import KVKind
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from pd_cluster.scheduling.block_table import GroupBlocks
     from pd_connectors.protocol.layout import KVGroup
 
 
@@ -47,6 +47,7 @@ class BlockPool:
         self.free_in = {0: self.free}  # owned slab -> its free blocks
         self.cache = PrefixCache()
         self.on_evicted: Callable[[bytes, int], None] = lambda block_hash, block_id: None
+        self.on_forgotten: Callable[[bytes], object] = lambda block_hash: None  # of a block that nothing evicted
         self.leased: Counter[int] = Counter()  # block -> leases that hold it
 
     # sizes
@@ -81,7 +82,12 @@ class BlockPool:
         return range(slab * self.per_slab, (slab + 1) * self.per_slab)
 
     def blocks_for(self, num_tokens: int) -> int:
+        """The index after the block of the last token."""
         return -(-num_tokens // self.block_size)
+
+    def num_more(self, held: GroupBlocks, num_found: int, num_tokens: int) -> int:
+        """Blocks to take beside `num_found` that follow the held ones, for a sequence of so many tokens."""
+        return self.blocks_for(num_tokens) - held.end - num_found
 
     # references
 
@@ -149,10 +155,14 @@ class BlockPool:
             ids.append(self.take())
         return begin, copy
 
-    def fork(self, held: GroupBlocks) -> None:
+    def new_holder(self, *, reverses: bool = False) -> GroupBlocks:
+        return GroupBlocks()
+
+    def fork(self, held: GroupBlocks) -> GroupBlocks:
         """Refer to the holder's blocks once more."""
         for block_id in held.references:
             self.refs[block_id] += 1
+        return GroupBlocks(held.first, held.ids[:], held.path[:])
 
     def hold(self, held: GroupBlocks, first: int, hashes: Iterable[bytes]) -> None:
         """Let a holder of cached blocks hold the longest cached run of `hashes`, which begin at the index `first`.
@@ -178,6 +188,11 @@ class BlockPool:
                 self.drop(path[index])
         del ids[num_kept:]
         del path[num_kept:]
+
+    def let_go(self, held: GroupBlocks, position: int, num_leased: int | None) -> None:
+        """Release what no token from `position` on reads, and no handoff of `num_leased` moves. Not in a tree."""
+        first = self.group.first_block(position)
+        self.let_go_before(held, first if num_leased is None else min(first, self.group.handed_over(num_leased).start))
 
     def let_go_before(self, held: GroupBlocks, first: int) -> None:
         """Release the blocks before index `first`, which are dead. Those in the cache stay findable. Not in a tree."""

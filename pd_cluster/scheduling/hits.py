@@ -44,7 +44,9 @@ class Hits:
         if self._is_lone:
             self._trees[0].hold(table.groups[0], 0, hashes)
             return len(table.groups[0].ids)
-        boundary, known = self.find(hashes)
+        table.branch, known = self.common(hashes)
+        boundary = self.largest(known, table.branch)
+        table.branch *= self._block_size
         self.hold_at(table, known, boundary)
         return boundary
 
@@ -70,7 +72,12 @@ class Hits:
         return needed if missing is None and not boundary % self._unit else None
 
     def find(self, hashes: Iterable[bytes]) -> tuple[int, list[bytes]]:
-        """The largest boundary, and the hashes that were looked at: as few as the first tree allows.
+        """The largest boundary, and the hashes that were looked at: as few as the first tree allows."""
+        common, known = self.common(hashes)
+        return self.largest(known, common), known
+
+    def common(self, hashes: Iterable[bytes]) -> tuple[int, list[bytes]]:
+        """The length that all trees have, or of all `hashes` where there is none, and the hashes that were looked at.
 
         Without a tree: all, since the end of a prompt may be cached while its beginning is not; none if nothing is.
         """
@@ -87,11 +94,15 @@ class Hits:
         for tree in self._trees:
             found = self._caches[tree.index].match(known[tree.ratio - 1 :: tree.ratio])
             boundary = min(boundary, tree.ratio * len(found))
+        return boundary, known
+
+    def largest(self, known: Sequence[bytes], boundary: int) -> int:
+        """The largest boundary up to this length, which all trees have."""
         missing: int | None = boundary
         while missing is not None:  # every boundary between the missing block's start and the last one needs it too
             boundary = missing - missing % self._unit
             missing = self._look_up(known, boundary)[0]
-        return boundary, known
+        return boundary
 
     def _look_up(self, hashes: Sequence[bytes], boundary: int) -> tuple[int | None, list[tuple[int, bytes]]]:
         """The start of a block that this boundary needs and that is not cached, or None; and what it needs."""

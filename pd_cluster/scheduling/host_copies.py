@@ -24,6 +24,7 @@ from math import inf
 from typing import TYPE_CHECKING
 
 from pd_cluster.scheduling.copy_room import CopyRoom
+from pd_cluster.scheduling.sequence_room import most_held
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -176,10 +177,12 @@ class HostCopies:
         will, so many have a copy. So the order is looked at again only when a part of them has left it.
         """
         share = min(len(pool.refs) // AHEAD_SHARE, MOST_AHEAD if len(self._pools) == 1 else len(pool.refs))
-        ahead = max(pool.blocks_for(self.step_tokens) + LEAST_AHEAD, share)
-        ahead = min(ahead, self.tier.num_blocks // 2) - pool.num_spare
-        cache, own, spare = pool.cache, self._groups[pool.index], ahead // 4
-        if ahead <= 0 or cache.num_left + ahead <= own.clean_to:
+        ahead = max(most_held(pool.group, self.step_tokens) + LEAST_AHEAD, share)
+        cache, own = pool.cache, self._groups[pool.index]
+        ahead = min(ahead, own.num_blocks // 2) - pool.num_spare
+        spare = ahead // 4
+        num_let_go = cache.num_left + cache.num_evictable  # what comes after these has no copy
+        if ahead <= 0 or min(cache.num_left + ahead, num_let_go) <= own.clean_to:
             return
         for block_id, block_hash in cache.oldest(ahead + spare):
             if block_hash in own.cached:
@@ -189,7 +192,7 @@ class HostCopies:
             if host is None:
                 return
             saves.append((pool.index, block_id, host))
-        own.clean_to = cache.num_left + ahead + spare
+        own.clean_to = min(cache.num_left + ahead + spare, num_let_go)
 
     def note_saved(self, saves: Iterable[Copy]) -> None:
         """Note that the step of these saves has retired."""

@@ -62,7 +62,9 @@ class HostHits:
         """
         if not self._tier.num_cached:
             return start
-        boundary, known = self._both.find(hashes)
+        common, known = self._both.common(hashes)
+        table.branch = max(table.branch, common * self._size)
+        boundary = self._both.largest(known, common)
         if boundary <= start:
             return start
         firsts = [pool.group.first_block(boundary * self._size) for pool in self._pools]
@@ -75,7 +77,7 @@ class HostHits:
             for block_id in on_device:
                 pool.acquire(block_id)  # nothing may evict it
             rests.append(list(zip(rest, found, strict=True)))
-            needs.append(pool.blocks_for(end) - first - len(held.ids) - len(on_device))
+            needs.append(pool.num_more(held, len(on_device), end))
             num_bytes += (len(found) - len(on_device)) * pool.group.block_bytes
         if self._memory.has_room(needs) and loads_sooner(boundary, num_bytes):
             self._place(table, rests, needs)

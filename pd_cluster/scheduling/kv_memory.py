@@ -108,7 +108,7 @@ class KvMemory:
                 if not any(held.ids for held in table.groups):
                     continue
                 self._blocks.close(table)
-                request.table = self._blocks.open_table()
+                request.table = self._blocks.open_table(reverses=request.may_sit_out)
                 return True
         return False
 
@@ -141,6 +141,11 @@ class KvMemory:
         if not seq.num_pending:  # else a beam that has nothing to compute before its next token is chosen
             self._queues.add(seq, self.num_cached(seq))
         return copies
+
+    def sit_out(self, seq: Sequence) -> None:
+        """See `Sequence.sit_out`."""
+        states, table = self._blocks.states, seq.table
+        seq.sit_out(seq.num_scheduled_tokens - 1 if states is None or table is None else states.take_back(table))
 
     # sequences that wait
 
@@ -190,7 +195,7 @@ class KvMemory:
         if any(request.claim < claim for request in self._queues.reserving):
             return None
         blocks, size, is_swapped = self._blocks, self._blocks.block_size, seq.status is SequenceStatus.SWAPPED
-        table = blocks.open_table()
+        table = blocks.open_table(reverses=seq.request.may_sit_out)
         found = self._hold(seq, table)
         if found is None:
             blocks.close(table)
@@ -229,7 +234,7 @@ class KvMemory:
 
     def fits_without(self, seq: Sequence, tables: Collection[BlockTable]) -> bool:
         """Whether a waiting sequence would get blocks if these tables were closed, and had the best claim."""
-        table = self._blocks.open_table()
+        table = self._blocks.open_table(reverses=seq.request.may_sit_out)
         found = self._hold(seq, table, tables)
         self._blocks.close(table)
         return found is not None

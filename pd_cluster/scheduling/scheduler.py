@@ -174,7 +174,7 @@ class Scheduler:
     def park(self, request: Request) -> None:
         """Keep a request until its KV comes from another node or a pool. Raises Overloaded."""
         self._begin(request)
-        request.table = self._blocks.open_table()
+        request.table = self._blocks.open_table(reverses=request.may_sit_out)
         self._queues.park(request)
         self._load_memory.pin(request)
         self._hashes.expect(request.sequences[0], request.num_loaded_tokens)

@@ -143,6 +143,11 @@ class Request:
         return len(self.prompt_token_ids) + (len(known[0]) if known else 0)
 
     @property
+    def may_sit_out(self) -> bool:
+        """Whether a step that draws for its sequences may be taken back: see `Sequence.sit_out`."""
+        return bool(self.sampling.grammar)
+
+    @property
     def num_kept_tokens(self) -> int:
         """Tokens of a load that are kept: all, or all but the last if its logits are needed for the next one."""
         return self.num_loaded_tokens - (self.redraws or bool(self.message.known))
@@ -317,11 +322,11 @@ class Sequence:
         num_known = max(0, first - part.start)
         return PromptPart(part.start + num_known, part.entries[num_known:])
 
-    def sit_out(self) -> None:
-        """Take the last token of the newest step's chunk back: the step draws no token after it.
+    def sit_out(self, start: int) -> None:
+        """Take the tokens of the newest step's chunk from `start` on back: the step draws no token after it.
 
-        The last token is computed and drawn again, in the same place and with the same random number. Until the step
-        retires:
+        It is the last token, or all of the chunk where a state has taken them in. They are computed again, and the draw
+        is in the same place and with the same random number. Until the step retires:
 
             position of the token    not pending, so no step is planned after it
             KV of the last token     not counted as computed, so its block stays out of the prefix cache and is the
@@ -332,7 +337,7 @@ class Sequence:
         self.is_absent = True
         self.num_pending -= 1
         self.num_uncertain = int(self.is_beam)
-        self.num_scheduled_tokens -= 1
+        self.num_scheduled_tokens = start
         self.num_announced_tokens = min(self.num_announced_tokens, self.num_scheduled_tokens)
 
     def append(self, token_id: int) -> None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 from bisect import bisect_left
 from typing import TYPE_CHECKING
 
+from pd_connectors.protocol.layout import KVKind
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -15,17 +17,35 @@ if TYPE_CHECKING:
     from pd_connectors.protocol.slabs import KvSlabs
 
 
+STATE_SLOTS = 2  # of a sequence: it goes on from a checkpoint in a slot of its own, and steps with a grammar need two
+
+
+def most_held(group: KVGroup, num_tokens: int) -> int:
+    """Blocks of a group that a sequence of so many tokens holds when its prefill begins. Of states: at most."""
+    return STATE_SLOTS * (num_tokens > 0) if group.kind is KVKind.STATE else -(-num_tokens // group.block_size)
+
+
 def decode_blocks(group: KVGroup, num_tokens: int) -> int:
     """Blocks of a group that a decoding sequence of `num_tokens` holds: what its next token or a later one reads.
 
-    At least 1. A sequence that is prefilled begins with blocks for all of its tokens, of every group.
+    At least 1. A sequence that is prefilled begins with `most_held`.
     """
     return max(1, -(-num_tokens // group.block_size) - group.first_block(num_tokens))
 
 
+def host_unit(groups: Sequence[KVGroup], per_slab: Sequence[int]) -> tuple[int, ...]:
+    """Blocks by group of a unit of host memory: one of each, or with states those of a slab, so as many bytes of each.
+
+    Of Qwen3-Next a state has 77 MB and a block of 64 tokens 1.6 MB: with one of each, 100 GB would hold the states of
+    1,270 prompts and 81,000 tokens, and a swapped sequence of 8,000 tokens would take as many bytes as 125 states.
+    """
+    has_states = any(group.kind is KVKind.STATE for group in groups)
+    return tuple(per_slab) if has_states else (1,) * len(groups)
+
+
 def fits(groups: Sequence[KVGroup], slabs: KvSlabs, num_tokens: int) -> bool:
     """Whether the empty cache has blocks for all of `num_tokens`, of every group at once."""
-    needs = (-(-num_tokens // group.block_size) for group in groups)
+    needs = (most_held(group, num_tokens) for group in groups)
     return sum(-(-count // most) for count, most in zip(needs, slabs.per_slab, strict=True)) <= slabs.num_slabs
 
 

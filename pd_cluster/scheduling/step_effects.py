@@ -49,7 +49,7 @@ class StepEffects:
         """Note the sequences that get no token in the newest step. Call it before the next `schedule`. Idempotent."""
         for seq_id in absent:
             if (seq := self._queues.sequences[seq_id]).status is not FINISHED and not seq.is_absent:
-                seq.sit_out()
+                self._memory.sit_out(seq)
                 self._queues.unready.add(seq)
 
     def publishes(self, batch: Batch, result: StepResult) -> tuple[PublishSpec, ...]:
@@ -76,7 +76,7 @@ class StepEffects:
                 continue
             num_computed = chunk.start + chunk.num_tokens
             if is_absent := seq.seq_id in result.absent:
-                num_computed -= 1
+                num_computed = chunk.start if chunk.states else num_computed - 1
             if drafting is not None and chunk.drafts:
                 num_computed -= len(chunk.drafts)
                 drafting.take(seq, chunk, 0 if is_absent else len(samples[chunk.seq_id]))

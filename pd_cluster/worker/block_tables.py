@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from pd_cluster.worker.state_rows import StateRows
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -18,8 +20,12 @@ if TYPE_CHECKING:
 class BlockTables:
     """Block ids by group, row, and block of the sequence. Entries that no NewBlocks named are undefined."""
 
-    def __init__(self, num_rows: int, max_len: int, block_sizes: Sequence[int]) -> None:
-        """`max_len`: tokens of a sequence. `block_sizes`: tokens of a block, by group."""
+    def __init__(self, num_rows: int, max_len: int, block_sizes: Sequence[int], *, has_states: bool = False) -> None:
+        """`max_len`: tokens of a sequence. `block_sizes`: tokens of a block, by group, without that of states.
+
+        `has_states`: the group after these is STATE.
+        """
+        self.states = StateRows(num_rows, len(block_sizes)) if has_states else None
         self.groups = range(len(block_sizes))
         self.arrays = [np.zeros((num_rows, table_width(max_len, size)), np.int32) for size in block_sizes]
         self._sizes = block_sizes
@@ -29,6 +35,12 @@ class BlockTables:
         """The most blocks of a row, by group."""
         return tuple(array.shape[1] for array in self.arrays)
 
+    def start(self, row: int, tables: tuple[NewBlocks, ...]) -> None:
+        """Begin a row. `tables`: by group, that of states among them."""
+        self.write(row, tables[: len(self.arrays)])
+        if self.states is not None:
+            self.states.start(row, tables)
+
     def write(self, row: int, new_blocks: tuple[NewBlocks, ...]) -> None:
         for new in new_blocks:
             self.arrays[new.group][row, new.first_block : new.first_block + len(new.block_ids)] = new.block_ids
@@ -37,6 +49,8 @@ class BlockTables:
         """Set the rows `to` to the rows `of`, as they were before."""
         for array in self.arrays:
             array[to] = array[of]
+        if self.states is not None:
+            self.states.copy(to, of)
 
     def columns(self, group: int, rows: Ints, num_tokens: int, *, rounded: bool = False) -> npt.NDArray[np.int32]:
         """The blocks of the first `num_tokens` tokens of rows; `rounded`: as many as `table_width` says."""

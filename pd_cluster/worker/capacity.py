@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from pd_cluster.errors import StartupError
-from pd_cluster.scheduling.sequence_room import decode_blocks
+from pd_cluster.scheduling.sequence_room import STATE_SLOTS, decode_blocks
 from pd_cluster.worker.cuda_graphs.graph_sizes import bucket_sizes
 from pd_cluster.worker.cuda_graphs.set_up import captured_bytes
-from pd_connectors.protocol.layout import BlockLayout
+from pd_connectors.protocol.layout import BlockLayout, KVKind
 from pd_connectors.protocol.slabs import KvSlabs
 
 if TYPE_CHECKING:
@@ -99,11 +99,12 @@ def decide_capacity(config: NodeConfig, spec: ModelSpec, dtype_bytes: int, gpu_b
     reason = "at most; steps will be measured" if is_measured else "larger steps are no faster"
     room = f"room for {memory.cached_seqs(seqs, length):,} sequences of {length:,} tokens"
     longest = min(config.model.max_model_len or spec.max_len, max(length, memory.cache_tokens(seqs)))
+    has_parts = any(spec.windows) or spec.state is not None  # a sequence does not hold so much for each token
     reasons = (
         f"max_num_seqs {seqs} ({'given; ' if given_seqs else ''}{room})",
         f"max_num_batched_tokens {budget} ({'given' if given_budget else reason})",
         f"gpu_memory_utilization {utilization:.3g} ({'given; ' if cache.gpu_memory_utilization else ''}{filled})",
-        *([f"KV of a sequence: {memory.held_line(length)}, {memory.held_line(longest)}"] if any(spec.windows) else ()),
+        *([f"KV of a sequence: {memory.held_line(length)}, {memory.held_line(longest)}"] if has_parts else ()),
     )
     return Capacity(seqs, budget, utilization, ", ".join(reasons), is_measured)
 
@@ -140,11 +141,12 @@ class MemoryEstimate:
         heads = spec.num_heads // tp + 2 * num_kv_heads
         activations = 4 * spec.hidden_size + 2 * heads * spec.head_dim + 3 * spec.intermediate_size // tp  # of a token
         self._step_bytes = (limits.max_num_batched_tokens or STEP_TOKENS) * activations * dtype_bytes
-        self._groups = spec.kv_groups(block_size or GPU_BLOCK_SIZE, _KV_DTYPES[kv_bytes])
-        slabs = KvSlabs.of_blocks(BlockLayout(self._groups, tp), 1)
-        self._block_bytes = [slabs.stride(group) for group in range(len(self._groups))]
-        sizes = zip(self._groups, self._block_bytes, strict=True)
-        self._kv_bytes = sum(size // group.block_size for group, size in sizes)  # of a token in every group
+        groups = spec.kv_groups(block_size or GPU_BLOCK_SIZE, _KV_DTYPES[kv_bytes])
+        slabs = KvSlabs.of_blocks(BlockLayout(groups, tp), 1)
+        sizes = [(group, slabs.stride(index)) for index, group in enumerate(groups)]
+        self._paged = [(group, size) for group, size in sizes if group.kind is not KVKind.STATE]
+        self._kv_bytes = sum(size // group.block_size for group, size in self._paged)  # of a token in every group
+        self._state_bytes = sum(size for group, size in sizes if group.kind is KVKind.STATE)
         self.weight_bytes = spec.weight_bytes(dtype_bytes, tp)
         self.own_bytes = own_bytes
 
@@ -154,12 +156,16 @@ class MemoryEstimate:
         return self.own_bytes - CUDA_CONTEXT_BYTES - self.weight_bytes
 
     def sequence_bytes(self, num_tokens: int) -> int:
-        """Bytes of KV that a decoding sequence of `num_tokens` holds, at most those of its tokens in every group."""
+        """Bytes of KV and state that a decoding sequence of `num_tokens` holds, at most those of its tokens."""
         unread = sum(
             size * (-(-num_tokens // group.block_size) - decode_blocks(group, num_tokens))
-            for group, size in zip(self._groups, self._block_bytes, strict=True)
+            for group, size in self._paged
         )
-        return num_tokens * self._kv_bytes - unread
+        return num_tokens * self._kv_bytes - unread + self._state_bytes
+
+    def prefill_bytes(self, num_tokens: int) -> int:
+        """Bytes that a sequence of `num_tokens` holds when its prefill begins."""
+        return num_tokens * self._kv_bytes + STATE_SLOTS * self._state_bytes
 
     def cache_bytes(self, seqs: int) -> float:
         """Bytes that are left for the cache beside steps of `seqs` sequences."""
@@ -173,16 +179,16 @@ class MemoryEstimate:
 
     def cache_tokens(self, seqs: int) -> int:
         """Tokens of the longest sequence that can be prefilled alone, beside buffers for steps of `seqs` sequences."""
-        return int(self.cache_bytes(seqs) // self._kv_bytes)
+        return max(0, int((self.cache_bytes(seqs) - self.prefill_bytes(0)) // self._kv_bytes))
 
     def cached_seqs(self, seqs: int, length: int) -> int:
         """Sequences of `length` tokens that the cache has room for: one is prefilled while the others decode."""
-        rest = self.cache_bytes(seqs) - length * self._kv_bytes
+        rest = self.cache_bytes(seqs) - self.prefill_bytes(length)
         return max(0, 1 + int(rest // self.sequence_bytes(length)))
 
     def held_line(self, num_tokens: int) -> str:
         """What a decoding sequence of `num_tokens` holds, and what it holds when its prefill begins, for a log."""
-        held, whole = self.sequence_bytes(num_tokens), num_tokens * self._kv_bytes
+        held, whole = self.sequence_bytes(num_tokens), self.prefill_bytes(num_tokens)
         return f"{held / 1e6:,.0f} of {whole / 1e6:,.0f} MB with {num_tokens:,} tokens"
 
     def most_seqs(self, length: int) -> int:

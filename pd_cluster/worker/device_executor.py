@@ -36,7 +36,7 @@ from pd_cluster.worker.cuda_graphs.graph_sizes import GraphSizes
 from pd_cluster.worker.cuda_graphs.set_up import capture_steps, captured_bytes, captures_steps, choose_step_products
 from pd_cluster.worker.device_plan import DevicePlan, make_place
 from pd_cluster.worker.host_link import measure_host_gb_s
-from pd_cluster.worker.kv_cache import DTYPES, KVCache, blocks_in, describe_slabs, make_slabs
+from pd_cluster.worker.kv_cache import DTYPES, KVCache, describe_slabs, host_blocks_in, make_slabs
 from pd_cluster.worker.memory_measurement import measure_free_bytes, run_largest_step
 from pd_cluster.worker.model_loading import load_model
 from pd_cluster.worker.state import DeviceState, Weights, without_locals
@@ -119,7 +119,7 @@ class DeviceLoaded(DeviceState):
             return int(config.kv_cache_gb * 1e9)
         free = measure_free_bytes(
             plan.layout, limits.max_num_batched_tokens, self._run_largest_step, config.gpu_memory_utilization,
-            plan.device,
+            plan.device, plan.state_views,
         )  # fmt: skip
         if captures_steps(limits, plan.attentions, plan.device):
             row_bytes = plan.model.vocab_size * DTYPES[plan.model.dtype].itemsize
@@ -138,7 +138,7 @@ class DeviceLoaded(DeviceState):
             if longest < limit:
                 plan.progress(f"max_model_len {longest} (the KV cache has no room for the model's {limit} tokens)")
             torch.cuda.empty_cache()  # an attempt that failed may have left memory
-            cache = KVCache.allocate(plan.layout, slabs, num_host_blocks, plan.device, num_later)
+            cache = KVCache.allocate(plan.layout, slabs, num_host_blocks, plan.device, num_later, plan.state_views)
         return self.left_for(DeviceCached(plan, self._weights, cache, replace(plan.model, max_model_len=longest)))
 
     def unload(self) -> DeviceDescribed:
@@ -358,7 +358,7 @@ def run_phases(described: DeviceDescribed, config: CacheConfig, progress: Callab
         state = loaded = described.load()
         slabs = make_slabs(loaded.layout, config.num_blocks, loaded.free_kv_bytes)
         progress(describe_slabs(slabs, loaded.layout))
-        host, swap = (blocks_in(gb * 1e9, loaded.layout) for gb in (config.host_gb, config.swap_gb))
+        host, swap = (host_blocks_in(gb * 1e9, loaded.layout, slabs) for gb in (config.host_gb, config.swap_gb))
         state = cached = loaded.allocate(slabs, swap, host - swap)
         progress("warm-up")
         return cached.warm_up()

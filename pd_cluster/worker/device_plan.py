@@ -11,13 +11,14 @@ import torch
 from pd_cluster.errors import StartupError
 from pd_cluster.models.directory import model_directory
 from pd_cluster.models.shard import WHOLE, Shard
+from pd_cluster.models.state_views import state_caches
 from pd_cluster.worker.capacity import GPU_BLOCK_SIZE, decide_capacity
 from pd_cluster.worker.collectives import GroupReduce
 from pd_cluster.worker.cuda_graphs.set_up import capturable
 from pd_cluster.worker.grammars import Grammars
 from pd_cluster.worker.kernel_selection import attention_by_group
 from pd_cluster.worker.kv_cache import DTYPES
-from pd_cluster.worker.logits_stages.order import find_stage
+from pd_cluster.worker.logits_stages.order import find_stage, refuse_late
 from pd_cluster.worker.model_loading import describe_model
 from pd_cluster.worker.profiler import Profiler
 from pd_cluster.worker.rank_sampler import RankPlace
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from pd_cluster.config import ModelConfig, NodeConfig
     from pd_cluster.models.reduce import Reduce
     from pd_cluster.worker.executor import ModelDescription
+    from pd_cluster.worker.kv_cache import StateViews
     from pd_cluster.worker.logits_stages.stage import LogitsStage
     from pd_cluster.worker.ranks import Ranks
     from pd_kernels.attention import GroupAttention
@@ -68,6 +70,12 @@ class DevicePlan:
         keeps_states = any(group.kind is KVKind.STATE for group in self.layout.groups)
         return 0 if limits.speculation == "none" or keeps_states or self.outside_stages else limits.max_drafts
 
+    @property
+    def state_views(self) -> StateViews | None:
+        """Of the model's layers; None: no layer keeps a state."""
+        spec, dtype = self.model.spec.state, DTYPES[self.model.dtype]
+        return None if spec is None else lambda blocks: state_caches(spec, blocks, dtype)
+
     @classmethod
     def make(cls, config: NodeConfig, progress: Callable[[str], None], place: RankPlace | None = None) -> DevicePlan:
         """Describe and choose. Close `owned` at the end. Raises StartupError, also if there is no device."""
@@ -78,6 +86,9 @@ class DevicePlan:
         # First, so that a wrong path ends the start before the weights are read
         outside_stages = tuple(find_stage(path) for path in config.model.logits_stages)
         model = describe_model(config.model, device, progress)
+        for path, kind in zip(config.model.logits_stages, outside_stages, strict=True):
+            if model.spec.state is not None:
+                refuse_late(path, kind)
         shard.kv_heads(model.spec.num_kv_heads)  # raises before attention is chosen
         shard.part(model.spec.num_heads, "attention heads")
         kernels, dtype = select_kernels(device), DTYPES[model.dtype]

@@ -50,12 +50,14 @@ class InputBatch:
         last_group: int = 0,
         *,
         mixes_dtypes: bool = False,
+        has_states: bool = False,
     ) -> None:
-        """`block_sizes`: by KV group. `last_group`: that of the last layer.
+        """`block_sizes`: by KV group, without that of states. `last_group`: that of the last layer.
 
-        `mixes_dtypes`: memory of one group may be NaN for another one.
+        `mixes_dtypes`: memory of one group may be NaN for another one. `has_states`: the group after these is STATE.
         """
-        self._tables = BlockTables(num_rows, max_len, block_sizes)
+        self._tables = BlockTables(num_rows, max_len, block_sizes, has_states=has_states)
+        self._states = self._tables.states
         self._last_group, self._mixes_dtypes, self._sampling = last_group, mixes_dtypes, sampling
         self._move, self._host_buffer = host_buffer.move, host_buffer
         self._row_of: dict[int, int] = {}
@@ -122,6 +124,7 @@ class InputBatch:
             sequences=self._pack(rows, lens, ends, query_starts, self._tables.groups),
             fresh_blocks=self._clear(rows, ends - lens, ends),
             tail=self._plan_tail(chunks, samples, query_starts),
+            states=None if self._states is None else self._states.plan(chunks, rows, lens, ends, self._move),
             samples=samples,
             early=early,
             late=late,
@@ -146,6 +149,8 @@ class InputBatch:
         places.positions[:num_tokens] = positions
         for group in self._tables.groups:
             places.slots[group, :num_tokens] = self._tables.slots(group, row_of_token, positions)
+        if self._states is not None:
+            self._states.fill(places.states, chunks, rows, positions)
         samples = self._plan_samples(chunks, rows, known, has_drafts=has_drafts)
         early, late = self._split(samples)
         num_rows = len(samples.draw_rows)  # a sequence with drafts goes on when its run is on the host
@@ -247,7 +252,7 @@ class InputBatch:
         count = len(start.token_ids)
         self._tokens[row, :count] = start.token_ids
         self._num_tokens[row] = self._num_on_host[row] = count
-        self._tables.write(row, start.tables)
+        self._tables.start(row, start.tables)
         self._sampling.start(row, start)
 
     def _step_beams(self, steps: tuple[BeamStep, ...]) -> None:

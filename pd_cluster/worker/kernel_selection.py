@@ -10,6 +10,7 @@ import torch
 from pd_cluster.errors import StartupError
 from pd_cluster.worker.cuda_graphs.recorder import CudaRecorder, GraphTimer
 from pd_cluster.worker.kv_cache import KV_DTYPES
+from pd_connectors.protocol.layout import KVKind
 from pd_kernels.attention import AttentionShape
 from pd_kernels.attention_backends import choose_attention
 from pd_kernels.cublas_lt import CublasLt
@@ -33,12 +34,16 @@ def attention_by_group(
     device: torch.device,
     progress: Callable[[str], None],
 ) -> tuple[GroupAttention, ...]:
-    """Choose a rank's attention of each KV group. `dtype`: of queries; `wanted`: ModelConfig.attention_backend.
+    """Choose a rank's attention of each KV group but that of states, which is the last.
+
+    `dtype`: of queries; `wanted`: ModelConfig.attention_backend.
 
     Raises StartupError when no allowed backend can serve a group.
     """
     attentions = []
     for group in layout.groups:
+        if group.kind is KVKind.STATE:
+            continue
         num_kv_heads, num_layers, _, block_size, head_dim = group.rank_shape(layout.tp_size)
         shape = AttentionShape(
             spec.num_heads // layout.tp_size, num_kv_heads, head_dim, block_size, num_layers, dtype, group.window,

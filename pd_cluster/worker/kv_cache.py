@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from pd_cluster.errors import StartupError
+from pd_cluster.scheduling.sequence_room import host_unit
 from pd_cluster.worker.host_memory import HostMemory
 from pd_cluster.worker.plain_memory import plain_memory
 from pd_connectors.base import CacheDescription
+from pd_connectors.protocol.layout import KVKind
 from pd_connectors.protocol.slabs import KvSlabs
 from pd_kernels.fp8_cache import FP8, indexable
 from pd_kernels.values import KeysValues
@@ -21,9 +23,12 @@ from pd_kernels.values import KeysValues
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+    from pd_cluster.models.mixer import LayerCache
     from pd_cluster.scheduling.batch import BlockCopies
     from pd_connectors.protocol.layout import BlockLayout
     from pd_kernels.backends import Kernels
+
+    StateViews = Callable[[torch.Tensor], Mapping[int, LayerCache]]  # by layer, of a STATE group's blocks
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 KV_DTYPES = {**DTYPES, "float8_e4m3fn": FP8}
@@ -44,15 +49,16 @@ class KVCache:
     memory: torch.Tensor  # uint8 [n]: the slabs, and after them room for a block of padding
     tensors: tuple[torch.Tensor, ...]  # by group: [num_blocks + padding, *group.rank_shape(tp_size)], views of `memory`
     host: HostMemory
-    layer_caches: Mapping[int, KeysValues]  # by layer; layers of no group are absent
+    layer_caches: Mapping[int, LayerCache]  # by layer; layers of no group are absent
 
     @classmethod
     def allocate(
-        cls, layout: BlockLayout, slabs: KvSlabs, num_host_blocks: int, device: torch.device, num_later: int = 0
-    ) -> KVCache:
+        cls, layout: BlockLayout, slabs: KvSlabs, num_host_blocks: int, device: torch.device, num_later: int = 0,
+        states: StateViews | None = None,
+    ) -> KVCache:  # fmt: skip
         """Allocate the cache of a rank, zeroed. Raises StartupError when memory is short.
 
-        num_later: further host blocks, which are not ready.
+        num_later: further host blocks, which are not ready. states: the views into the blocks of a STATE group.
 
         Attention multiplies the value of a masked slot by 0, and 0 times uninitialized memory may be NaN.
         """
@@ -64,17 +70,20 @@ class KVCache:
                 memory = torch.zeros(slabs.num_bytes + padding, dtype=torch.uint8, device=device)
         except (RuntimeError, torch.OutOfMemoryError) as error:
             raise StartupError(f"cannot allocate {slabs.num_bytes / 1e9:.2f} GB of KV cache: {error}") from error
-        host = HostMemory(shapes, dtypes, num_host_blocks + num_later, device)
+        unit = host_unit(layout.groups, slabs.per_slab)
+        host = HostMemory(shapes, dtypes, num_host_blocks + num_later, device, per_unit=unit)
         host.fill(num_host_blocks)
         tensors = tuple(
             _blocks(memory, slabs.num_blocks(index) + _NUM_PADDING_BLOCKS, slabs.stride(index), shape, dtype)
             for index, (shape, dtype) in enumerate(zip(shapes, dtypes, strict=True))
         )
-        caches = {
+        caches: dict[int, LayerCache] = {
             layer: KeysValues(tensor[:, :, place, 0], tensor[:, :, place, 1])
             for group, tensor in zip(layout.groups, tensors, strict=True)
-            for place, layer in enumerate(group.layers)
+            for place, layer in enumerate(() if group.kind is KVKind.STATE else group.layers)
         }
+        if states is not None:
+            caches |= states(tensors[-1])
         return cls(layout, slabs, memory, tensors, host, caches)
 
     @property
@@ -109,8 +118,9 @@ class KVCache:
         _copy(copies, self.hosts, self.tensors, kernels)
 
     def clear(self, blocks: Sequence[torch.Tensor | None]) -> None:
-        """Zero blocks (int64 [n] by group) before they are filled in part: no read may depend on their old content."""
-        for tensor, fresh in zip(self.tensors, blocks, strict=True):
+        """Zero blocks (int64 [n] by group, without states) before they are filled in part: no read may depend on their
+        old content."""
+        for tensor, fresh in zip(self.tensors, blocks, strict=False):
             if fresh is not None:
                 indexable(tensor).index_fill_(0, fresh, 0)
 
@@ -172,18 +182,27 @@ def _places(group: int, block: int, per_slab: Sequence[int]) -> tuple[set[tuple[
     return {(group, block), (-1 - group, slab)}, {(group, block), *others}
 
 
-def blocks_in(num_bytes: float, layout: BlockLayout) -> int:
-    """The number of blocks, over all groups, of which one rank's parts fit into `num_bytes`."""
-    return int(num_bytes // layout.rank_bytes)
+def host_blocks_in(num_bytes: float, layout: BlockLayout, slabs: KvSlabs) -> int:
+    """The units of host memory of which one rank's parts fit into `num_bytes`: see `host_unit`."""
+    unit = host_unit(layout.groups, slabs.per_slab)
+    sizes = (group.rank_bytes(layout.tp_size) for group in layout.groups)
+    return int(num_bytes // sum(count * size for count, size in zip(unit, sizes, strict=True)))
 
 
 def make_slabs(layout: BlockLayout, num_blocks: int, free_bytes: Callable[[], int]) -> KvSlabs:
     """The slabs for `num_blocks` blocks, or with 0 those that fit. Raises StartupError if they are too few."""
     slabs = KvSlabs.of_blocks(layout, num_blocks) if num_blocks else KvSlabs.in_bytes(layout, free_bytes())
     groups = range(len(layout.groups))
+    has_states = layout.groups[-1].kind is KVKind.STATE
     least = 1 if len(groups) == 1 else len(groups) + 1  # a slab for each, and one that moves
     if slabs.num_slabs < least or min(map(slabs.num_blocks, groups)) < MIN_BLOCKS:
         size_mb, count = layout.block_bytes / 1e6, slabs.num_bytes // layout.rank_bytes
+        if has_states:
+            need_mb = least * slabs.slab_bytes / 1e6
+            raise StartupError(
+                f"the KV cache has {slabs.num_bytes / 1e6:.1f} MB; two states of a sequence and a block of its keys "
+                f"and values take {need_mb:.1f} MB: give it more memory"
+            )
         raise StartupError(f"the KV cache has room for {count} blocks of {size_mb:.1f} MB; give it more memory")
     return slabs
 

@@ -16,6 +16,7 @@ from pd_connectors.protocol.slabs import KvSlabs
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from pd_cluster.worker.kv_cache import StateViews
     from pd_cluster.worker.model_runner import ModelRunner
     from pd_connectors.protocol.layout import BlockLayout
 
@@ -26,6 +27,7 @@ def measure_free_bytes(
     run_largest_step: Callable[[KVCache], None],
     utilization: float,
     device: torch.device,
+    states: StateViews | None = None,
 ) -> float:
     """Bytes for the cache: `utilization` of the GPU's memory less the weights and the activations of the largest step.
 
@@ -36,7 +38,7 @@ def measure_free_bytes(
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
     slabs = KvSlabs.of_blocks(layout, -(-budget // layout.block_size) + 1)
-    scratch = KVCache.allocate(layout, slabs, 0, device)
+    scratch = KVCache.allocate(layout, slabs, 0, device, states=states)
     run_largest_step(scratch)
     torch.cuda.synchronize(device)
     peak = torch.cuda.max_memory_allocated(device) - before - scratch.memory.nbytes

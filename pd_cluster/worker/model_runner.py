@@ -23,6 +23,7 @@ from pd_cluster.worker.prompt_outputs import PromptReader
 from pd_cluster.worker.rank_sampler import RankSampler
 from pd_cluster.worker.sampler import Sampled, WholeSampler
 from pd_cluster.worker.sampling_state import SamplingInputs, SamplingState
+from pd_connectors.protocol.layout import KVKind
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -59,14 +60,14 @@ class ModelRunner:
         self._model, self.cache, self.kernels, self._attentions = model, cache, kernels, plan.attentions
         self._side = CopyStreams(device)
         self._caches, self._last_group = cache.layer_caches, spec.group_windows.index(spec.windows[-1])
-        block_sizes = [group.block_size for group in cache.layout.groups]
+        block_sizes = [group.block_size for group in cache.layout.groups if group.kind is not KVKind.STATE]
         num_rows = limits.max_num_seqs
         layout = DrawLayout(num_rows * (2 if plan.most_drafts else 1), vocab_size, num_rows)
-        # Up to 50 bytes a token and 8 for each further group, 200 a sequence, block tables of all sequences and of
+        # Up to 50 bytes a token and 8 for each further group, 230 a sequence, block tables of all sequences and of
         # those that sample, a draw's inputs, a mask for each sequence. Arrays that do not fit are copied one by one
         num_blocks = sum(table_width(max_len, size) for size in block_sizes)
         num_bytes = limits.max_num_batched_tokens * (56 + 8 * len(block_sizes)) + num_rows * (
-            200 + 8 * num_blocks + vocab_size // 8
+            230 + 8 * num_blocks + vocab_size // 8
         )
         self.host_buffer = host_buffer = HostBuffer(device, num_bytes + 8 * layout.length + 1024)
         context = StageContext(
@@ -77,13 +78,14 @@ class ModelRunner:
         if place is not None:
             sampler = RankSampler(place, vocab_size, kernels)
         if place is None or sampler.leads:
-            stages = make_stages(context, plan.config.model.logits_stages)
+            stages = make_stages(context, plan.config.model.logits_stages, keeps_states=spec.state is not None)
         else:
             stages = place.reported.stages(num_rows)
         sampling = SamplingState(num_rows, vocab_size, stages, host_buffer)
         self.rows = rows = InputBatch(
             num_rows, max_len, block_sizes, sampling, host_buffer, vocab_size, device, self._last_group,
             mixes_dtypes=len({group.dtype for group in cache.layout.groups}) > 1,
+            has_states=len(block_sizes) < len(cache.layout.groups),
         )  # fmt: skip
 
         def penalty_tables() -> PenaltyTables:
@@ -187,7 +189,9 @@ class ModelRunner:
     def _forward_inputs(self, inputs: StepInputs, tail: Tail | None) -> ForwardInputs:
         packed = inputs.sequences
         plans = [attention.plan(own) for attention, own in zip(self._attentions, packed, strict=True)]
-        return ForwardInputs(inputs.token_ids, inputs.positions, inputs.slot_mappings, plans, tail, packed)
+        return ForwardInputs(
+            inputs.token_ids, inputs.positions, inputs.slot_mappings, plans, tail, packed, inputs.states
+        )
 
     def make_logits(self, num_rows: int) -> torch.Tensor:
         """Zeroed logits [num_rows, vocab_size] as the model computes them."""

@@ -75,6 +75,22 @@ def test_sums_over_ranks_publish_what_is_written_and_read_what_has_come(tmp_path
 
 
 @pytest.mark.slow
+def test_states_stay_in_registers(tmp_path: Path) -> None:
+    """A state is read before the kernels ahead end; what depends on it passes no shared memory between products."""
+    found, log = kernels_by("tests.kernels.hopper_state", tmp_path)
+    ahead, behind = found["decode"].split("griddepcontrol.wait", 1)
+    assert len(re.findall(r"ld\.global\S*\.v4\.b32", ahead)) >= 16
+    assert "st.global" not in ahead
+    assert len(re.findall(r"st\.global\S*\.v4\.b32", behind)) >= 32  # to the slot, and to that of a saved state
+    in_registers = r"wgmma\.mma_async\S+m64n\d+k16\.f32\.bf16\.bf16\s*\{[^}]*\},\s*\{"
+    assert len(re.findall(in_registers, found["states"])) == 28
+    assert_registers_are_read(found["states"], "states")
+    for name, ptx in found.items():
+        assert not re.search(r"\b(atom|red)\.", ptx), name
+    assert re.findall(r"(\d+) bytes spill stores", log) == ["0"] * len(found)
+
+
+@pytest.mark.slow
 def test_new_tokens_wait_for_the_product_and_old_ones_do_not(tmp_path: Path) -> None:
     """No barrier but those of conversions that the matrix unit needs stands between the product and its use.
 

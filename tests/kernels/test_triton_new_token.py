@@ -35,6 +35,7 @@ SHAPES = {
     "wide-64": Shape(20, 1, 64, 16, (1,) * 4, (1, 17, 32, 129), 4),
     "one-long": Shape(4, 1, 64, 16, (1,), (257,), 1),
     "many": Shape(4, 2, 64, 16, (1,) * 5, (1, 49, 2, 17, 1), 5),
+    "gqa-256": Shape(16, 2, 256, 64, (1,) * 2, (17, 65), 2),
 }
 REAL = {
     "8b": Shape(32, 8, 128, 64, (1,) * 40, tuple(range(1, 3000, 75)), 40),
@@ -43,6 +44,8 @@ REAL = {
     "one-8b": Shape(32, 8, 128, 64, (1,), (15_001,), 1),
     "two": Shape(32, 4, 128, 64, (1,) * 2, (64, 3000), 2),
     "block-128": Shape(28, 4, 80, 128, (1,) * 3, (1025, 4000, 128), 3),
+    "35b": Shape(16, 2, 256, 64, (1,) * 3, (1025, 1, 4000), 3),
+    "27b": Shape(24, 4, 256, 64, (1,) * 2, (1025, 4000), 2),
     "many": Shape(4, 1, 256, 16, (1,) * 300, tuple(range(1, 301)), 300),
 }
 
@@ -128,7 +131,8 @@ def check(problem: Problem, window: int = 0, **tiling: int) -> None:
         ("mha-64", 0, True, 64, 0), ("gqa-128", 1, True, 128, 0), ("mqa-96", 0, False, 94, 0),
         ("gqa-80", 16, True, 20, 0), ("wide-64", 0, True, 32, 0), ("one-long", 100, True, 64, 0),
         ("mha-64", 0, True, 64, 2), ("gqa-128", 1, True, 128, 4), ("mqa-96", 0, False, 94, 8),
-        ("gqa-80", 16, True, 20, 4), ("one-long", 100, True, 64, 16),
+        ("gqa-80", 16, True, 20, 4), ("one-long", 100, True, 64, 16), ("gqa-256", 0, True, 64, 0),
+        ("gqa-256", 0, True, 64, 16),
     ],
 )  # fmt: skip
 def test_one_launch_equals_two(name: str, window: int, normed: bool, rotary: int, splits: int) -> None:

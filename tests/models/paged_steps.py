@@ -9,15 +9,19 @@ import numpy as np
 import torch
 
 from pd_cluster.models.forward_inputs import ForwardInputs, Tail
+from pd_cluster.models.state_views import state_caches
 from pd_kernels.attention import AttentionShape
 from pd_kernels.torch_attention import TorchAttention
 from pd_kernels.values import KeysValues, PackedSequences
+from tests.models.state_steps import Chunk, state_plan
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from pd_cluster.models.mixer import LayerCache
     from pd_cluster.models.model import Model
     from pd_cluster.models.shard import Shard
+    from pd_kernels.state import StatePlan
 from pd_kernels.attention import AttentionPlan
 
 BLOCK, BLOCKS_OF_SEQUENCE, NUM_SEQUENCES = 16, 4, 6
@@ -37,7 +41,7 @@ class ServedSteps:
     """What one rank leaves behind."""
 
     logits: list[torch.Tensor]  # by step, as the model returns them
-    caches: list[torch.Tensor]  # by KV group: [blocks, heads of this rank, layers, 2, BLOCK, head_dim]
+    caches: list[torch.Tensor]  # by KV group: [blocks, heads of this rank, layers, 2, BLOCK, head_dim], or of states
     head_ids: range
 
 
@@ -48,13 +52,17 @@ def serve_steps(
     """Compute `steps` with fixed token ids."""
     spec, dtype = model.spec, model.dtype
     num_heads, num_kv_heads = spec.num_heads // shard.size, len(shard.kv_heads(spec.num_kv_heads))
-    groups = spec.kv_groups(BLOCK, "float32")
+    groups, states = list(spec.kv_groups(BLOCK, "float32")), None
+    if spec.state is not None:
+        states = torch.zeros(TABLES.size, *groups.pop().rank_shape(shard.size))
     caches = [torch.zeros((TABLES.size, num_kv_heads, *group.shape[1:]), dtype=dtype) for group in groups]
-    layers = {
+    layers: dict[int, LayerCache] = {
         layer: KeysValues(cache[:, :, place, 0], cache[:, :, place, 1])
         for group, cache in zip(groups, caches, strict=True)
         for place, layer in enumerate(group.layers)
     }
+    if states is not None and spec.state is not None:
+        layers |= state_caches(spec.state, states, dtype)
     attentions = [
         TorchAttention(
             AttentionShape(num_heads, num_kv_heads, spec.head_dim, BLOCK, len(group.layers), dtype, group.window)
@@ -74,9 +82,15 @@ def serve_steps(
             slot_mappings=[slots] * len(groups),
             plans=plans,
             tail=tail,
+            states=None if states is None else _state_plan(parts),
         )
         logits.append(model.forward(inputs, layers).clone())
-    return ServedSteps(logits, caches, model.head_ids)
+    return ServedSteps(logits, caches if states is None else [*caches, states], model.head_ids)
+
+
+def _state_plan(parts: list[Part]) -> StatePlan:
+    """Each sequence has the slot of its number."""
+    return state_plan([Chunk(range(count), start, (), sequence) for sequence, start, count in parts])
 
 
 def _packed(parts: list[Part]) -> PackedSequences:

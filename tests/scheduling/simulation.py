@@ -2,8 +2,9 @@
 
 A cell (group, block, slot) holds the hash of all tokens up to and including its position. Before a chunk is "computed",
 every earlier position that it reads must hold the right history in the block tables of every KV group: in FULL and
-LATENT all, in a WINDOW those that its first token sees, in a STATE the last one. A group that writes into a slab
-destroys what other groups had there. A sampled token is a function of the history
+LATENT all, in a WINDOW those that its first token sees. A block of a STATE group is one cell, the hash of all tokens
+that the state has taken in. A group that writes into a slab destroys what other groups had there.
+A sampled token is a function of the history
 and the sequence's seed: `continuation` says what a request must generate, whatever happened to its blocks meanwhile.
 """
 
@@ -19,7 +20,7 @@ import numpy as np
 
 from pd_cluster.protocol.messages import AddRequest, FinishReason, Work
 from pd_cluster.protocol.sampling_params import MAX_TOP_LOGPROBS, BeamParams, SamplingParams
-from pd_cluster.scheduling.batch import Batch, StepResult
+from pd_cluster.scheduling.batch import Batch, NewBlocks, StepResult
 from pd_cluster.scheduling.sequence import sequence_seed
 from pd_cluster.worker.verification import ExpectedRows
 from pd_connectors.protocol.layout import KVKind
@@ -31,7 +32,7 @@ from tests.scheduling.side_stream import GARBAGE, Cell, SideStream
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from pd_cluster.scheduling.batch import NewBlocks, SequenceChunk, SequenceStart
+    from pd_cluster.scheduling.batch import SequenceChunk, SequenceStart
     from pd_connectors.base import LoadSpec
     from pd_connectors.protocol.layout import BlockRun, KVGroup
 
@@ -139,7 +140,7 @@ def reads(group: KVGroup, start: int) -> range:
     """The earlier positions that a chunk reads."""
     if group.kind is KVKind.WINDOW:
         return range(max(0, start - group.window + 1), start)
-    return range(start - 1 if start and group.kind is KVKind.STATE else 0, start)
+    return range(start)
 
 
 @dataclass(frozen=True)
@@ -167,7 +168,8 @@ class Row:
 
     start: SequenceStart
     tokens: list[int]
-    tables: tuple[dict[int, int], ...]  # by group: index -> block
+    tables: tuple[dict[int, int], ...]  # by group: index -> block. Of a STATE group: 0 -> the slot
+    source: int = -1  # of the next chunk, where it names none
 
     def put(self, new: NewBlocks) -> None:
         """Set blocks, which lie after or among those that the table has."""
@@ -196,13 +198,14 @@ class FakeWorker:
     num_accepted: int = 0
 
     def __post_init__(self) -> None:
+        self.states = [index for index, group in enumerate(self.groups) if group.kind is KVKind.STATE]
         self.side = SideStream(self.groups, self.device, self.host, self._write)
 
     def execute(self, batch: Batch) -> StepResult:
         rows = {step.seq_id: (self.rows[step.parent], step.token_id) for step in batch.beam_steps}
         for seq_id, (parent, token_id) in rows.items():
             start, known = self.rows[seq_id].start, parent.tokens[:-1]
-            self.rows[seq_id] = Row(start, [*known, token_id], tuple(map(dict, parent.tables)))
+            self.rows[seq_id] = Row(start, [*known, token_id], tuple(map(dict, parent.tables)), parent.source)
         for seq_id in batch.departures:
             del self.rows[seq_id]
         self.side.finish(batch.step - 1)
@@ -213,7 +216,8 @@ class FakeWorker:
             assert [new.group for new in start.tables] == list(range(len(self.groups)))
             self.rows[start.seq_id] = row = Row(start, list(start.token_ids), tuple({} for _ in self.groups))
             for new in start.tables:
-                row.put(new)
+                row.put(new if new.group not in self.states else NewBlocks(new.group, 0, new.block_ids))
+        self._check_slots(batch)
         assert len(batch.chunks) <= len(self.rows) <= self.max_num_seqs
         assert batch.num_tokens <= self.max_num_tokens
         assert sum(max(chunk.num_rows - 1, 0) for chunk in batch.chunks) <= self.max_num_seqs, "rows beyond one each"
@@ -261,7 +265,7 @@ class FakeWorker:
         row, end = self.rows[chunk.seq_id], chunk.start + chunk.num_tokens
         for new in chunk.new_blocks:
             row.put(new)
-        for group, table in zip(self.groups, row.tables, strict=True):
+        for group, table in self._paged(row):
             for index in [index for index in table if index < group.first_block(chunk.start)]:
                 del table[index]  # dead: it may be another one's, or another index's, by now
             assert len(set(table.values())) == len(table)
@@ -272,10 +276,13 @@ class FakeWorker:
         most = min(MAX_MODEL_LEN, row.start.num_prompt_tokens + row.start.sampling.max_tokens)
         assert not chunk.drafts or (chunk.is_decode and chunk.num_samples == 1 and end < most), "a run may be too long"
         hashes = history([*row.tokens[:certain], *chunk.drafts])
-        for index, (group, table) in enumerate(zip(self.groups, row.tables, strict=True)):
+        for index, (group, table) in enumerate(self._paged(row)):
             self.expect(index, table, hashes, reads(group, chunk.start), f"sequence {chunk.seq_id}")
+        for index in self.states:
+            self._step_state(index, row, chunk, hashes)
         self._put(row, range(chunk.start, end), hashes)
-        if not chunk.num_samples or self.are_late():
+        may_be_late = not self.states or row.start.sampling.grammar
+        if not chunk.num_samples or (may_be_late and self.are_late()):
             return ()
         seeds = row.start.num_sample_seeds if chunk.num_samples > 1 else (row.start.seed,)
         assert len(seeds) == chunk.num_samples
@@ -300,8 +307,7 @@ class FakeWorker:
     def _run_on(self, row: Row, run: tuple[SampledToken, ...]) -> tuple[SampledToken, ...]:
         """Compute the run's last token and sample after it; how often is drawn from the history."""
         position, last = len(row.tokens) - 1, history(row.tokens)[-1]
-        pairs = zip(self.groups, row.tables, strict=True)
-        has_blocks = all(position // group.block_size in table for group, table in pairs)
+        has_blocks = all(position // group.block_size in table for group, table in self._paged(row)) and not self.states
         if len(run) >= 1 + last % self.longest_run or not has_blocks:
             return run
         self._put(row, range(position, position + 1), [*[0] * position, last])
@@ -309,10 +315,44 @@ class FakeWorker:
         return self._run_on(row, (*run, SampledToken(row.tokens[-1])))
 
     def _put(self, row: Row, positions: range, hashes: Sequence[int]) -> None:
-        for index, (group, table) in enumerate(zip(self.groups, row.tables, strict=True)):
+        for index, (group, table) in enumerate(self._paged(row)):
             for position in positions:
                 block, slot = divmod(position, group.block_size)
                 self._write((index, table[block], slot), hashes[position])
+
+    def _paged(self, row: Row) -> list[tuple[KVGroup, dict[int, int]]]:
+        """The groups that are not of states, which come first, and the row's tables of them."""
+        return list(zip(self.groups, row.tables, strict=True))[: len(self.groups) - len(self.states)]
+
+    def _check_slots(self, batch: Batch) -> None:
+        """No slot is written that another sequence of the step reads or writes, and no save hits another."""
+        for group in self.states:
+            uses = [one for chunk in batch.chunks for one in self._slots_of(group, chunk)]
+            written = [slot for slot, is_written in uses if is_written]
+            assert len(set(written)) == len(written), "two writes of a slot in one step"
+            assert not {slot for slot, is_written in uses if not is_written} & set(written)
+
+    def _slots_of(self, group: int, chunk: SequenceChunk) -> list[tuple[int, bool]]:
+        slot = self.rows[chunk.seq_id].tables[group][0]
+        if (states := chunk.states) is None:
+            return [(slot, True)]
+        written = [states.slot, *(save for _, save in states.saves)]
+        return [(one, True) for one in written] + [(states.source, False)] * (states.source not in (states.slot, -1))
+
+    def _step_state(self, group: int, row: Row, chunk: SequenceChunk, hashes: Sequence[int]) -> None:
+        size, end, source = self.groups[group].block_size, chunk.start + chunk.num_tokens, row.source
+        saves: tuple[tuple[int, int], ...] = ()
+        if chunk.states is not None:
+            source, row.tables[group][0], saves = chunk.states.source, chunk.states.slot, chunk.states.saves
+        assert (source < 0) == (not chunk.start), "a state that does not begin with zeros, or one that does"
+        found, place = self.device.get((group, source, 0)), f"sequence {chunk.seq_id} at {chunk.start}, slot {source}"
+        assert not chunk.start or found == hashes[chunk.start - 1], f"{place}: the state is of other tokens"
+        for num_tokens, slot in saves:
+            assert chunk.start < num_tokens <= end
+            assert not num_tokens % size
+            self._write((group, slot, 0), hashes[num_tokens - 1])
+        row.source = row.tables[group][0]
+        self._write((group, row.source, 0), hashes[end - 1])
 
     def expect(
         self, group: int, table: Mapping[int, int], hashes: Sequence[int], positions: range, reader: str
@@ -329,6 +369,10 @@ class FakeWorker:
         for index, (group, run) in enumerate(zip(self.groups, runs, strict=True)):
             size = group.block_size
             positions = range(run.first_block * size, min(len(hashes), run.span.stop * size))
+            if group.kind is KVKind.STATE and positions:
+                found = self.device.get((index, run.block_ids[0], 0))
+                assert found == hashes[positions[-1]], f"{reader}: the state is of other tokens"
+                continue
             self.expect(index, dict(zip(run.span, run.block_ids, strict=True)), hashes, positions, reader)
 
     def write_load(self, load: LoadSpec, prompt_token_ids: Sequence[int], *, good: bool) -> None:
@@ -336,7 +380,10 @@ class FakeWorker:
         hashes = history(prompt_token_ids)
         for index, (group, run) in enumerate(zip(self.groups, load.runs, strict=True)):
             assert not run.block_ids or run.span.stop == -(-load.num_tokens // group.block_size)
-            for position in range(run.first_block * group.block_size, load.num_tokens):
+            is_state, end = group.kind is KVKind.STATE, load.num_tokens
+            if is_state and run.block_ids:
+                self._write((index, run.block_ids[0], 0), hashes[end - 1] if good else GARBAGE)
+            for position in range(run.first_block * group.block_size, 0 if is_state else end):
                 block, slot = divmod(position, group.block_size)
                 block_id = run.block_ids[block - run.first_block]
                 self._write((index, block_id, slot), hashes[position] if good else GARBAGE)

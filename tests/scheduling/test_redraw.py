@@ -16,6 +16,7 @@ from pd_connectors.protocol.errors import LoadFailure
 from pd_connectors.protocol.messages import LeaseRef, SampledToken, TopLogprob
 from pd_connectors.protocol.ticket import Ticket
 from tests.connectors.layouts import full_layout
+from tests.scheduling.kv_groups import FULL_WINDOW_STATE, ONE_FULL, GroupSet
 from tests.scheduling.simulated_client import Client
 from tests.scheduling.simulation import BLOCK_SIZE, VOCAB_SIZE, begun, message, prompt
 from tests.scheduling.world import World
@@ -61,11 +62,13 @@ class ScriptedConnector(NullConnector):
 class DecodeNode:
     """A world behind `KvTransfers`, and one request that takes KV over."""
 
-    def __init__(self, ticket: Ticket | None, asked: AddRequest = OFFER) -> None:
-        self.world = World()
+    def __init__(self, ticket: Ticket | None, asked: AddRequest = OFFER, kv: GroupSet = ONE_FULL) -> None:
+        self.world = World(kv=kv)
         self.replies: list[FromEngine] = []
         self.connector = ScriptedConnector()
-        self.transfers = KvTransfers(self.connector, self.world.scheduler, self.replies.append, self.world.take)
+        self.transfers = KvTransfers(
+            self.connector, self.world.scheduler, self.replies.append, self.world.take, keeps_states=kv.has_state
+        )
         self.request = self.world.request(msgspec.structs.replace(asked, ticket=ticket))
         outputs = [list(known) for known in asked.known] or [[] for _ in range(asked.sampling.n)]
         self.client = self.world.clients["r"] = Client(self.request, outputs, [None] * asked.sampling.n)
@@ -157,6 +160,22 @@ def test_a_p_that_names_fewer_candidates_than_a_search_needs_is_not_believed() -
     assert reply.reason == "rejected: wrong number of first tokens"
 
 
+def test_a_state_is_taken_over_with_the_first_token_and_not_without() -> None:
+    """To draw the first token here the last one of the prompt would be computed on a state that has it already."""
+    node = DecodeNode(EQUAL, kv=FULL_WINDOW_STATE)
+    node.load(EQUAL)
+    node.succeed()
+    node.world.run_until_idle()
+    assert node.transfers.counters["prefills_remote_total"] == 1
+    node.world.check_empty()
+    for reason in Redraw:
+        node = DecodeNode(TICKETS[reason], kv=FULL_WINDOW_STATE)
+        assert node.connector.load_id == "", "no load is begun"
+        node.world.run_until_idle()
+        assert node.transfers.counters["prefills_local_total"] == 1
+        node.world.check_empty()
+
+
 # --- an answer that has begun on another node
 
 NUM_KNOWN = 9
@@ -186,6 +205,15 @@ def test_the_second_load_of_a_begun_answer_succeeds_too() -> None:
     node.succeed()
     check_rest(node)
     assert node.world.worker.num_tokens_computed == 5, "only the last known token and those after it"
+
+
+@pytest.mark.parametrize("is_given", [False, True])
+def test_a_begun_answer_is_computed_here_where_a_state_would_have_its_last_token(is_given: bool) -> None:
+    asked = msgspec.structs.replace(BEGUN, ticket=WITH_KNOWN) if is_given else BEGUN
+    node = DecodeNode(asked.ticket, asked, FULL_WINDOW_STATE)
+    assert not node.replies
+    check_rest(node)
+    assert node.transfers.counters["prefills_local_total"] == 1
 
 
 def test_a_ticket_for_the_prompt_alone_is_refused_for_a_begun_answer() -> None:

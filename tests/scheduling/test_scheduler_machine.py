@@ -311,7 +311,8 @@ def random_walk(seed: int, num_steps: int, **fixed: Any) -> World:
         "num_bent": (-1, 1, 5, 0, 1)[seed % 5],
         "host_cache": seed % 2 == 1,
     }
-    machine.boot(**drawn | fixed)
+    grammars = random.Random(-1 - seed)
+    machine.boot(unreadiness=grammars.choice([0.0, 0.3]), **drawn | fixed)
     for _ in range(num_steps):
         pick = rng.randrange(8)
         match rng.choices(range(9), [24, 40, 4, 20, 10, 16, 6, 4, 8])[0]:
@@ -330,6 +331,7 @@ def random_walk(seed: int, num_steps: int, **fixed: Any) -> World:
                     group=rng.choice(["", "", "a", "b"]),
                     num_known=rng.choice([0, 0, 1, 5, 20]),
                     width=rng.choice([0, 0, 0, 2, 3]),
+                    grammar=grammars.choice(["", "", "of the worker"]),
                 )
             case 1:
                 machine.step(rng.randint(1, 4))

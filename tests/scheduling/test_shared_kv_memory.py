@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from pd_cluster.scheduling.block_manager import BlockManager
+from pd_cluster.scheduling.block_table import StateSlots
 from pd_connectors.protocol.slabs import KvSlabs
 from tests.scheduling.kv_groups import FULL, FULL_WINDOW, ONE_FULL, SETS, STATE, WINDOW, GroupSet, group
 from tests.scheduling.world import is_hit
@@ -163,7 +164,8 @@ class BlocksMachine(RuleBasedStateMachine):
 
     def advance(self, holder: Holder, end: int) -> bool:
         table = holder.table
-        if end > table.capacity:
+        states = self.blocks.states
+        if end > table.capacity or states is not None:
             if not self.may_grow(table, holder.computed, end):
                 return False
             before = [Counter(held.ids) for held in table.groups]
@@ -174,7 +176,16 @@ class BlocksMachine(RuleBasedStateMachine):
                 assert held.ids[index:] == list(new.block_ids)
                 assert not before[new.group].keys() & set(new.block_ids)
         assert table.capacity >= end
+        if states is not None:
+            step = states.plan(table, holder.computed, end, end, draws=False)
+            slots, pool = table.groups[-1], self.blocks.pools[-1]
+            assert slots.ids == [step.slot]
+            written = [step.slot, *(slot for _, slot in step.saves)]
+            assert all(pool.refs[slot] == 1 and slot not in pool.cache for slot in written)
+            assert step.source < 0 or pool.refs[step.source]
         for pool, held in zip(self.blocks.pools, table.groups, strict=True):
+            if isinstance(held, StateSlots):
+                continue
             for index in range(holder.computed // pool.block_size, pool.blocks_for(end)):
                 assert pool.refs[held.ids[index - held.first]] == 1, "a shared block is written"
         holder.computed = end
@@ -352,6 +363,8 @@ def compute(blocks: BlockManager, family: int, length: int) -> BlockTable:
     """A prompt in one step, without a look into the cache."""
     table = blocks.open_table()
     blocks.grow(table, 0, length)
+    if blocks.states is not None:
+        blocks.states.plan(table, 0, length, length, draws=False)
     blocks.publish(table, hashes_of(family, length))
     blocks.let_go(table, length)
     return table
@@ -419,11 +432,11 @@ def test_what_another_group_wants_in_the_same_growth_is_left_for_it() -> None:
 
 
 def test_a_group_gives_an_empty_slab_back() -> None:
-    blocks = manager(GroupSet(((FULL, 0), (STATE, 0)), (5, 1)), 6)
+    blocks = manager(GroupSet(((FULL, 0), (WINDOW, 0.5)), (5, 1)), 6)
     table = blocks.open_table()
     blocks.grow(table, 0, 5 * SIZE)
     assert [owned(pool) for pool in blocks.pools] == [5, 5]
-    blocks.let_go(table, 5 * SIZE)  # not published: free
+    blocks.let_go(table, 5 * SIZE - 1)  # not published: free
     assert [owned(pool) for pool in blocks.pools] == [5, 1]
     assert blocks.num_available == 4 * 5
     blocks.close(table)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pd_cluster.scheduling.prefix_cache import PrefixCache
-from pd_cluster.scheduling.slab_memory import SlabPool
+from pd_cluster.scheduling.slab_pool import SlabPool
 from tests.scheduling.kv_groups import FULL, SETS, WINDOW, GroupSet
 from tests.scheduling.test_group_rules import QUICK, SEVERAL, fill
 from tests.scheduling.test_shared_kv_memory import SIZE, compute, manager

@@ -23,6 +23,8 @@ def test_what_is_lacking_makes_the_hit(kv: str) -> None:
         computed = rng.randrange(NUM_BLOCKS)
         table = blocks.open_table()
         blocks.grow(table, 0, computed * SIZE)
+        if blocks.states is not None and computed:
+            blocks.states.plan(table, 0, computed * SIZE, computed * SIZE, draws=False)
         blocks.publish(table, hashes[:computed])
         blocks.close(table)
         for group, share in enumerate(rng.choices([0.0, 0.5, 0.9], k=len(groups))):

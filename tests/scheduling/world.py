@@ -15,6 +15,7 @@ from pd_cluster.config import SchedulerConfig
 from pd_cluster.engine.admission import Admission
 from pd_cluster.protocol.messages import FinishReason, Work
 from pd_cluster.scheduling.block_manager import BlockManager
+from pd_cluster.scheduling.block_table import StateSlots
 from pd_cluster.scheduling.cache_news import block_id as feed_id
 from pd_cluster.scheduling.drafts import Speculation
 from pd_cluster.scheduling.queue_order import Fifo, Shortest
@@ -266,6 +267,13 @@ class World:
             assert table is not None
             end = chunk.start + chunk.num_tokens
             for pool, held in zip(self.blocks.pools, table.groups, strict=True):
+                if isinstance(held, StateSlots):
+                    states = chunk.states
+                    written = held.ids if states is None else [states.slot, *(slot for _, slot in states.saves)]
+                    assert [states.slot if states else held.ids[0]] == held.ids
+                    assert all(pool.refs[slot] == 1 and slot not in pool.cache for slot in written), "a shared slot"
+                    assert states is None or states.source < 0 or pool.refs[states.source], "a source is let go"
+                    continue
                 assert held.first <= pool.group.first_block(chunk.start), "a block that is read is let go"
                 first, stop = chunk.start // pool.block_size - held.first, pool.blocks_for(end) - held.first
                 assert 0 <= first < stop <= len(held.ids)
@@ -283,6 +291,11 @@ class World:
             assert table not in self.blocks.copies.pending, "a sequence is computed while its blocks are loaded"
             for pool, one in zip(self.blocks.pools, table.groups, strict=True):
                 held |= {(pool.index, block_id) for block_id in one.ids}
+                if isinstance(one, StateSlots):
+                    held |= {(pool.index, slot) for slot in one.references}
+                    saves = chunk.states.saves if chunk.states else ()
+                    written |= {(pool.index, slot) for slot in (*one.ids, *(slot for _, slot in saves))}
+                    continue
                 first = max(0, chunk.start // pool.block_size - one.first)
                 end = pool.blocks_for(chunk.start + chunk.num_tokens) - one.first
                 ids = one.ids[first:] if chunk.num_samples else one.ids[first:end]  # a run may go on
@@ -454,7 +467,9 @@ class World:
             if seq.table is not None and not (seq.num_in_flight and (seq.num_uncertain or seq.is_absent)):
                 most = max(len(seq.token_ids), seq.num_scheduled_tokens)
                 for pool, held in zip(self.blocks.pools, seq.table.groups, strict=True):
-                    assert held.end <= pool.blocks_for(most), "a block of a draft that was not accepted"
+                    assert isinstance(held, StateSlots) or held.end <= pool.blocks_for(most), (
+                        "a block of a draft that was not accepted"
+                    )
 
     def check_hashes(self) -> None:
         """Every hash is that of tokens that the sequence has."""

@@ -158,10 +158,11 @@ def save_model(kind: str, directory: Path, options: dict[str, Any], seed: int = 
     packed = options.get("packed", False)
     settings = {name: value for name, value in {**COMMON, **options}.items() if name != "packed"}
     model = model_class(model_class.config_class(**settings)).eval()
-    least = -0.5 if kind == "Gemma3" else 0.5  # of its norms, which multiply by 1 more
+    is_offset = kind == "Gemma3" or hasattr(model.config, "linear_num_key_heads")  # its norms multiply by 1 more
     with torch.no_grad():
         for name, parameter in (*model.named_parameters(), *model.named_buffers()):
             if name.endswith("norm.weight"):
+                least = -0.5 if is_offset and not name.endswith("linear_attn.norm.weight") else 0.5
                 parameter.uniform_(least, least + 1)
             elif name.endswith("bias"):
                 parameter.normal_(0.0, 0.2)

@@ -266,6 +266,7 @@ def test_captured_steps_leave_less_for_the_cache(
     plan = SimpleNamespace(
         config=NodeConfig(scheduler=limits), device=torch.device("cuda"), layout=Phases.layout, attentions=(),
         model=SimpleNamespace(vocab_size=125_000, dtype="float32"), owned=None, place=None, most_drafts=most_drafts,
+        state_views=None,
     )  # fmt: skip
     monkeypatch.setattr("pd_cluster.worker.device_executor.measure_free_bytes", lambda *arguments: free)
     monkeypatch.setattr("pd_cluster.worker.device_executor.captures_steps", lambda *arguments: captures)

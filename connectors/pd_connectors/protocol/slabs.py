@@ -6,10 +6,13 @@ from dataclasses import dataclass
 from math import lcm
 from typing import TYPE_CHECKING
 
+from pd_connectors.protocol.layout import KVKind
+
 if TYPE_CHECKING:
     from pd_connectors.protocol.layout import BlockLayout
 
 MOST_WASTE = 1 / 20  # of a slab, for each group
+STATE_UNIT = 256  # bytes: what a kernel loads of a state is aligned to as much at most
 MOST_SLAB_BLOCKS = 256  # of the largest group in a slab
 
 
@@ -53,10 +56,14 @@ class KvSlabs:
 def _divide(layout: BlockLayout) -> tuple[int, tuple[int, ...]]:
     """The smallest slab of which no group wastes more than MOST_WASTE, or else the one that wastes least.
 
-    A block's stride is a whole number of its heads: kernels count a group's memory in heads.
+    A block's stride is a whole number of its heads: kernels count a group's memory in heads. But for states: those of
+    a head have megabytes, and odd factors.
     """
     sizes = [group.rank_bytes(layout.tp_size) for group in layout.groups]
-    heads = [size // len(group.heads_of(0, layout.tp_size)) for size, group in zip(sizes, layout.groups, strict=True)]
+    heads = [
+        STATE_UNIT if group.kind is KVKind.STATE else size // len(group.heads_of(0, layout.tp_size))
+        for size, group in zip(sizes, layout.groups, strict=True)
+    ]
     unit = lcm(*heads)
     best: tuple[float, int, tuple[int, ...]] = (2.0, 0, ())
     for slab in range(-(-max(sizes) // unit) * unit, MOST_SLAB_BLOCKS * max(sizes) + unit, unit):

@@ -13,7 +13,7 @@ All calls of attention for captured steps are in this file.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -21,6 +21,8 @@ import numpy as np
 import torch
 
 from pd_cluster.models.forward_inputs import Tail
+from pd_cluster.worker.state_rows import NONE
+from pd_kernels.state import StatePlan
 from pd_kernels.values import StepOnDevice, leading_ones
 
 if TYPE_CHECKING:
@@ -49,6 +51,7 @@ class StepPlaces(NamedTuple):
     seeds: Any  # [R]: see Draws, as for `lengths`
     lengths: Any  # [R]
     attention: Any  # MixedPlaces or None
+    states: Any = None  # [3, S]: source, slot, and slot for the state at the end of a piece; None: there are no states
 
 
 class MixedPlaces(NamedTuple):
@@ -101,6 +104,9 @@ class CapturedStep(Protocol):
         `block_tables`: by KV group.
         """
 
+    def states(self, places: StepPlaces) -> StatePlan | None:
+        """Plan the states. The graph captures this."""
+
     def keep(self, logits: torch.Tensor, token_ids: torch.Tensor) -> ReplayOutputs:
         """Put the outputs where a replay leaves them, and return them there. The graph captures this."""
 
@@ -113,20 +119,25 @@ class DecodeStep:
     query_starts: torch.Tensor  # int32 [num_seqs + 1]: 0, 1, ...
     no_tiles: torch.Tensor  # int32 [2, 0]
     attentions: tuple[Replayable, ...]  # by KV group
+    no_slot: int | None = None  # the slot of states that no sequence has; None: there are no states
 
     @property
     def length(self) -> int:
-        return (6 + len(self.attentions)) * self.size.num_seqs
+        return (6 + 3 * (self.no_slot is not None) + len(self.attentions)) * self.size.num_seqs
 
     def places(self, fields: Any) -> StepPlaces:
-        rows = fields.reshape(-1, self.size.num_seqs)
+        rows, after = fields.reshape(-1, self.size.num_seqs), 2 + len(self.attentions)
         owners, temperatures, seeds, lengths = rows[-4:]
-        return StepPlaces(rows[0], rows[1], rows[2:-4], owners, temperatures, seeds, lengths, None)
+        states = None if self.no_slot is None else rows[after : after + 3]
+        return StepPlaces(rows[0], rows[1], rows[2:after], owners, temperatures, seeds, lengths, None, states)
 
     def pad(self, places: StepPlaces, padding_row: int, padding_slots: Ints) -> None:
         places.tokens[:] = padding_row + 1  # token 0 of the vocabulary
         places.owners[:] = padding_row
         places.slots[:] = padding_slots
+        if places.states is not None:
+            places.states[:] = NONE
+            places.states[1] = self.no_slot
 
     def fill(
         self, places: StepPlaces, chunks: tuple[SequenceChunk, ...], samples: Samples, lens: Ints, ends: Ints
@@ -140,6 +151,14 @@ class DecodeStep:
             for attention, tables in zip(self.attentions, block_tables, strict=True)
         ]
         return plans, None
+
+    def states(self, places: StepPlaces) -> StatePlan | None:
+        """The plan of the states; None: there are none."""
+        if places.states is None:
+            return None
+        sources, slots, saves = places.states.to(torch.int32).unbind()
+        starts, positions = self.query_starts, places.positions.to(torch.int32)
+        return StatePlan(sources, slots, starts, positions, saves, starts, is_decode=True)
 
     def keep(self, logits: torch.Tensor, token_ids: torch.Tensor) -> ReplayOutputs:
         return ReplayOutputs(logits, token_ids)
@@ -218,6 +237,9 @@ class MixedStep:
         ]
         return plans, Tail(parts.sampled, plan=None) if self.size.num_chunks else None
 
+    def states(self, places: StepPlaces) -> None:
+        """Of models with states no such step is captured."""
+
     def keep(self, logits: torch.Tensor, token_ids: torch.Tensor) -> ReplayOutputs:
         self.outputs.logits.copy_(logits)
         self.outputs.token_ids.copy_(token_ids)
@@ -225,17 +247,24 @@ class MixedStep:
 
 
 def make_captured_steps(
-    sizes: Sequence[StepSize], model: Model, attentions: Sequence[GroupAttention], num_columns: int
+    sizes: Sequence[StepSize],
+    model: Model,
+    attentions: Sequence[GroupAttention],
+    num_columns: int,
+    no_slot: int | None = None,
 ) -> list[CapturedStep]:
     """Make a step for each size that the attention of every KV group can replay. `num_columns`: logits of a row.
 
-    Steps with decodes only come first. Of each kind the largest step comes first.
+    `no_slot`: of states, no sequence's; then there are steps of decodes only. Steps with decodes only come first. Of
+    each kind the largest step comes first.
     """
     decodes = sorted((size for size in sizes if size.is_plain), key=lambda size: -size.num_seqs)
     mixed = sorted(
         (size for size in sizes if not size.is_plain),
         key=lambda size: (-size.num_tokens, -size.num_seqs, size.is_far),
     )
+    if no_slot is not None:
+        return [replace(step, no_slot=no_slot) for step in _decode_steps(decodes, model, attentions)]
     return [*_decode_steps(decodes, model, attentions), *_mixed_steps(mixed, model, attentions, num_columns)]
 
 

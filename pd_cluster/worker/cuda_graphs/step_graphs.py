@@ -64,7 +64,9 @@ class StepGraphs:
         self._sampler = sampler
         self._attentions = attentions
         self._caches = cache.layer_caches
-        paddings = [cache.padding_block(index) * group.block_size for index, group in enumerate(cache.layout.groups)]
+        groups = cache.layout.groups[: len(attentions)]
+        self._no_slot = cache.padding_block(len(groups)) if len(groups) < len(cache.layout.groups) else None
+        paddings = [cache.padding_block(index) * group.block_size for index, group in enumerate(groups)]
         self._padding_slots = np.array(paddings)[:, None]
         self._graphs: dict[StepSize, _Graph] = {}
         self._block_tables: list[torch.Tensor] = []  # by KV group
@@ -85,7 +87,8 @@ class StepGraphs:
         self._block_tables = [
             torch.zeros((most, width), dtype=torch.int32, device=device) for width in self._rows.max_blocks
         ]
-        steps = make_captured_steps(sizes, self._model, self._attentions, self._sampler.num_columns)
+        columns = self._sampler.num_columns
+        steps = make_captured_steps(sizes, self._model, self._attentions, columns, self._no_slot)
         for step in steps:
             if not recorder.has_room():
                 progress(f"no memory for {len(steps) - len(self._graphs)} of {len(steps)} graphs of steps")
@@ -135,7 +138,9 @@ class StepGraphs:
         rows, places = self._rows, step.places(self._host_buffer.first(step.length))
         token_ids = rows.token_choices.index_select(0, places.tokens)
         plans, tail = step.plan(places, self._block_tables)
-        inputs = ForwardInputs(token_ids, places.positions, places.slots.unbind(), plans, tail)
+        inputs = ForwardInputs(
+            token_ids, places.positions, places.slots.unbind(), plans, tail, states=step.states(places)
+        )
         logits = self._model.forward(inputs, self._caches)
         temperatures = places.temperatures.view(torch.float32)[: step.size.num_rows]
         chosen = self._sampler.draw(logits, Draws(temperatures, places.seeds, places.lengths))

@@ -50,10 +50,18 @@ def _check_parts(path: str, stage: object) -> None:
         raise StartupError(f"--logits-stage {path} is not a {wanted}: it lacks {', '.join(missing)}")
 
 
-def make_stages(context: StageContext, import_paths: Sequence[str] = ()) -> tuple[LogitsStage, ...]:
+def refuse_late(path: str, stage: object) -> None:
+    """Raise StartupError when a class, or a stage, may leave rows out of a draw: see `Request.may_sit_out`."""
+    if getattr(stage, "is_late", False):
+        raise StartupError(f"--logits-stage {path}: a LateStage is not served for a model that keeps states")
+
+
+def make_stages(
+    context: StageContext, import_paths: Sequence[str] = (), *, keeps_states: bool = False
+) -> tuple[LogitsStage, ...]:
     """Make a worker's stages: the built-in ones, then those at `import_paths`, then the masks of grammars.
 
-    Raises StartupError when a stage cannot be imported or constructed.
+    Raises StartupError when a stage cannot be imported or constructed, or is late where the model `keeps_states`.
     """
     stages = [kind(context) for kind in ORDER]
     for path in import_paths:
@@ -63,4 +71,6 @@ def make_stages(context: StageContext, import_paths: Sequence[str] = ()) -> tupl
         except Exception as error:  # as above
             raise StartupError(f"--logits-stage {path}: {error}") from error
         _check_parts(path, stages[-1])
+        if keeps_states:
+            refuse_late(path, stages[-1])
     return (*stages, GrammarMasks(context))

@@ -1,0 +1,119 @@
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
+"""Layers with states in Triton. Launches depend on shapes alone, and nothing waits for the host."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+
+from pd_kernels import triton_convolution
+from pd_kernels.launch_sizes import cdiv, next_power_of_2
+from pd_kernels.torch_state import LENGTH_EPS
+from pd_kernels.triton_delta_decode import mix_decodes
+from pd_kernels.triton_delta_pieces import mix_pieces
+from pd_kernels.triton_dependent_launch import early_options, launches_early, others_may_start, wait_for_others
+
+if TYPE_CHECKING:
+    from pd_kernels.state import StateCache, StatePlan
+
+_TILE = 1024  # elements of a program
+
+
+@triton.jit
+def _gates_kernel(
+    a, b, decay_log, decay_bias, decays, betas, num_all, num_heads, a_stride, b_stride,
+    TILE: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    others_may_start(EARLY)
+    at = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    row, head, inside = (at // num_heads).to(tl.int64), at % num_heads, at < num_all
+    rate = tl.exp(tl.load(decay_log + head, mask=inside, other=0.0).to(tl.float32))
+    bias = tl.load(decay_bias + head, mask=inside, other=0.0).to(tl.float32)
+    wait_for_others(EARLY)
+    x = tl.load(a + row * a_stride + head, mask=inside, other=0.0).to(tl.float32) + bias
+    part = tl.load(b + row * b_stride + head, mask=inside, other=0.0).to(tl.float32)
+    small = tl.exp(-tl.abs(x))
+    series = small * (1.0 - small * (0.5 - small / 3.0))  # of log(1 + small), where that loses the bits of `small`
+    soft = tl.maximum(x, 0.0) + tl.where(small < 0.015625, series, tl.log(1.0 + small))
+    tl.store(decays + at, -rate * soft, mask=inside)
+    tl.store(betas + at, 1.0 / (1.0 + tl.exp(-part)), mask=inside)
+
+
+@triton.jit
+def _norm_kernel(
+    x, gate, weight, out, num_rows, num_heads, x_stride, gate_stride, eps,
+    SIZE: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    others_may_start(EARLY)
+    row, column = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    inside = (row < num_rows)[:, None] & (column < SIZE)[None, :]
+    gain = tl.load(weight + column, mask=column < SIZE, other=0.0).to(tl.float32)
+    token, at = row // num_heads, (row % num_heads * SIZE)[:, None] + column[None, :]
+    wait_for_others(EARLY)
+    value = tl.load(x + token[:, None] * x_stride + at, mask=inside, other=0.0).to(tl.float32)
+    passed = tl.load(gate + token[:, None] * gate_stride + at, mask=inside, other=0.0).to(tl.float32)
+    normed = value * tl.rsqrt(tl.sum(value * value, 1) / SIZE + eps)[:, None] * gain[None, :]
+    result = normed * passed / (1.0 + tl.exp(-passed))
+    tl.store(out + row[:, None] * SIZE + column[None, :], result.to(out.dtype.element_ty), mask=inside)
+
+
+class TritonState:
+    """A StateOps. Heads' sizes are powers of two of at least 16; keys' up to 128."""
+
+    def convolve(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, cache: StateCache, plan: StatePlan
+    ) -> torch.Tensor:
+        """See StateOps."""
+        return triton_convolution.convolve(x, weight, bias, cache, plan)
+
+    def gates(
+        self, a: torch.Tensor, b: torch.Tensor, A_log: torch.Tensor, dt_bias: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See StateOps."""
+        decays, betas = (torch.empty(a.shape, dtype=torch.float32, device=a.device) for _ in range(2))
+        if count := a.numel():
+            early = launches_early(a.device)
+            _gates_kernel[(cdiv(count, _TILE),)](
+                a, b, A_log, dt_bias, decays, betas, count, a.shape[1], a.stride(0), b.stride(0), _TILE, early,
+                **early_options(early),
+            )  # fmt: skip
+        return decays, betas
+
+    def mix(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        g: torch.Tensor,
+        beta: torch.Tensor,
+        recurrent: torch.Tensor,
+        plan: StatePlan,
+        scale: float,
+    ) -> torch.Tensor:
+        """See StateOps. In a step with prompts, sequences of one token take the same kernel as in one without."""
+        sizes = recurrent.shape[2:]
+        if any(size != next_power_of_2(size) or size < 16 for size in sizes) or sizes[0] > 128:
+            raise ValueError(f"heads of {sizes[0]} and {sizes[1]}: not powers of two from 16 on, or keys above 128")
+        out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+        if len(v):
+            given = (q, k, v, g.contiguous(), beta.contiguous(), recurrent, plan, scale, LENGTH_EPS, out)
+            mix_decodes(*given)
+            if not plan.is_decode:
+                mix_pieces(*given)
+        return out
+
+    def gated_norm(self, x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """See StateOps."""
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        num_rows, size = x.shape[0] * x.shape[1], x.shape[2]
+        if num_rows:
+            early, columns = launches_early(x.device), next_power_of_2(size)
+            rows = max(1, _TILE // columns)
+            _norm_kernel[(cdiv(num_rows, rows),)](
+                x, gate, weight, out, num_rows, x.shape[1], x.stride(0), gate.stride(0), eps, size, columns, rows,
+                early, **early_options(early),
+            )  # fmt: skip
+        return out

@@ -1,0 +1,144 @@
+"""The slots of a STATE group: what a sequence goes on from, and checkpoints of it in the prefix cache.
+
+    a slot is     held by                            written by
+    live          one table                          each of its steps, with the state after the step's last token
+    a source      tables that go on from it          no step: a hit's checkpoint, or what forks share
+    a checkpoint  its table until the step that      that step, with the state after so many tokens
+                  writes it has retired, then cached
+    spare         a table of which steps can be      each second step that draws: it leaves what it has read as it was
+                  taken back
+
+So nothing writes a slot that the cache or a reader knows, and what a running step reads or writes has a reference. A
+state has all tokens once: the step after one that is taken back (`take_back`) reads what that one has read.
+"""
+
+from __future__ import annotations
+
+from itertools import islice
+from math import inf
+from typing import TYPE_CHECKING, cast
+
+from pd_cluster.scheduling.batch import StateStep
+from pd_cluster.scheduling.block_table import Aside, GroupBlocks, Reversal, StateSlots
+from pd_cluster.scheduling.slab_pool import SlabPool
+from pd_connectors.base import CachedBlock
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+
+class StatePool(SlabPool):
+    """The slots of the STATE group. All holders are StateSlots, with at most one slot in `ids`."""
+
+    def new_holder(self, *, reverses: bool = False) -> StateSlots:
+        return StateSlots(reverses=reverses)
+
+    def fork(self, held: GroupBlocks) -> StateSlots:
+        """Refer to the live slot, from which either holder goes on in a slot of its own."""
+        slots = cast("StateSlots", held)
+        assert slots.source is None, "a fork of what no step has gone on from"
+        for slot in slots.ids:
+            self.refs[slot] += 1
+        return StateSlots(slots.first, slots.ids[:], slots.path[:], reverses=slots.reverses)
+
+    def num_more(self, held: GroupBlocks, num_found: int, num_tokens: int) -> int:
+        """What is loaded is a copy, which the sequence goes on in."""
+        return 1 + cast("StateSlots", held).reverses
+
+    def num_missing(self, held: GroupBlocks, start: int, end: int) -> int:
+        slots = cast("StateSlots", held)
+        return self._lacks_live(slots, start, end) + (slots.reverses and slots.spare is None and start < end)
+
+    def _lacks_live(self, slots: StateSlots, start: int, end: int) -> bool:
+        if not slots.ids:
+            return True
+        return start < end and (self.refs[slots.ids[0]] > 1 or slots.ids[0] in self.cache)
+
+    def grow(self, held: GroupBlocks, start: int, end: int) -> tuple[int, tuple[int, int] | None]:
+        """Take a live slot if there is none that a step may write, and a spare one."""
+        slots = cast("StateSlots", held)
+        if self._lacks_live(slots, start, end):
+            if slots.ids:
+                assert slots.source is None
+                slots.source = slots.ids.pop()
+                slots.path.clear()
+            slots.ids.append(self.take())
+        if slots.reverses and slots.spare is None and start < end:
+            slots.spare = self.take()
+        return 0, None
+
+    def step(
+        self, slots: StateSlots, start: int, end: int, saves: Sequence[tuple[int, int]], newest: int | None, *,
+        draws: bool,
+    ) -> StateStep:  # fmt: skip
+        """Plan a step of tokens [start, end). It writes (tokens, slot) of `saves`, which were taken for it."""
+        live, source = slots.ids[0], slots.source
+        before = live if source is None else source
+        slots.before = Reversal(start, live, slots.spare, source) if slots.reverses and draws else None
+        if source is not None:
+            slots.aside.append(Aside(end, source))
+            slots.source = None
+        elif slots.before is not None and slots.spare is not None:
+            slots.ids[0], slots.spare = slots.spare, live
+        slots.aside += [Aside(tokens, slot, is_checkpoint=True, is_newest=tokens == newest) for tokens, slot in saves]
+        slots.first = (end - 1) // self.block_size
+        return StateStep(before if start else -1, slots.ids[0], tuple(saves))
+
+    def take_back(self, slots: StateSlots) -> int:
+        """Take the newest step back. It still runs; what it saves is right. Returns its start."""
+        assert slots.before is not None, "a step that cannot be taken back"
+        start, slots.ids[0], slots.spare, slots.source = slots.before
+        slots.before = None
+        if slots.source is not None:
+            slots.aside.remove(next(one for one in slots.aside if one.slot == slots.source))
+        slots.first = max(0, start - 1) // self.block_size
+        return start
+
+    def hold(self, held: GroupBlocks, first: int, hashes: Iterable[bytes]) -> None:
+        """Let a holder of nothing, or of a checkpoint, hold that of the first one of `hashes`, if it is cached."""
+        super().hold(held, first, islice(hashes, 1))
+
+    def truncate(self, held: GroupBlocks, num_blocks: int) -> None:
+        slots = cast("StateSlots", held)
+        if num_blocks > slots.first and slots.ids:
+            return
+        for slot in slots.references:
+            self.drop(slot)
+        slots.ids.clear()
+        slots.path.clear()
+        slots.aside.clear()
+        slots.source = slots.spare = slots.before = slots.newest = None
+
+    def let_go(self, held: GroupBlocks, position: int, num_leased: int | None) -> None:
+        """Release what steps have read that have retired."""
+        slots = cast("StateSlots", held)
+        for one in [one for one in slots.aside if not one.is_checkpoint and one.num_tokens <= position]:
+            slots.aside.remove(one)
+            self.drop(one.slot)
+
+    def publish(self, held: GroupBlocks, hashes: Sequence[bytes], news: list[CachedBlock]) -> None:
+        """Cache the checkpoints that `hashes` cover, and let go of them. No second copy is kept."""
+        slots, size = cast("StateSlots", held), self.block_size // self.ratio
+        for one in [one for one in slots.aside if one.is_checkpoint and one.num_tokens <= len(hashes) * size]:
+            slots.aside.remove(one)
+            block_hash = hashes[one.num_tokens // size - 1]
+            is_new = self.cache.find(block_hash) is None
+            if is_new:
+                self.cache.insert(block_hash, one.slot, None)
+                news.append(CachedBlock(block_hash, one.slot, self.index))
+            self.drop(one.slot)
+            if one.is_newest:
+                self._forget_newest(slots)
+                slots.newest = (block_hash, one.slot) if is_new else None
+
+    def _forget_newest(self, slots: StateSlots) -> None:
+        """Free the checkpoint before the newest one of an answer, unless something goes on from it."""
+        if slots.newest is not None:
+            block_hash, slot = slots.newest
+            if self.cache.find(block_hash) == slot and not self.refs[slot]:
+                self.cache.evict_subtree(slot)
+                self.on_forgotten(block_hash)
+                self._put_free(slot)
+
+    def due(self, held: GroupBlocks, *, is_cached: bool) -> float:
+        return min((one.num_tokens for one in cast("StateSlots", held).aside), default=inf)

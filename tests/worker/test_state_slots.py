@@ -1,0 +1,214 @@
+"""Models that keep states, by the real scheduler and executor: each draw's logits beside those of transformers."""
+
+from __future__ import annotations
+
+from math import inf
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from pd_cluster.config import ModelConfig, NodeConfig
+from pd_cluster.engine.core import EngineCore
+from pd_cluster.errors import StartupError
+from pd_cluster.protocol.messages import Work
+from pd_cluster.protocol.sampling_params import BeamParams
+from pd_cluster.worker.cuda_graphs.graph_sizes import decode_sizes
+from tests.engine.test_core_pipeline import FakeMailbox
+from tests.models.state_models import STATE_MODELS, state_families
+from tests.worker.conftest import SavedModel, save_model
+from tests.worker.driver import make_executor, random_prompts
+from tests.worker.repeated_graphs import with_graphs
+from tests.worker.scheduled import ScheduledWorker, largest_error
+from tests.worker.test_logits_stages import Gated
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from pd_cluster.worker.logits_stages.stage import StageContext
+
+
+TOLERANCE = 1e-4  # of the logits' deviation, as in tests/models/test_qwen3_next.py
+PIECE = 64
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SavedModel]:
+    kind, options = STATE_MODELS["qwen3-next"]
+    with state_families():
+        yield save_model(kind, tmp_path_factory.mktemp("state"), options)
+
+
+@pytest.fixture
+def start(saved: SavedModel) -> Iterator[Callable[..., ScheduledWorker]]:
+    """Starts a node. Memory that nothing has written is NaN."""
+    executors = []
+
+    def make(num_blocks: int = 40, **options: object) -> ScheduledWorker:
+        executors.append(make_executor(saved.directory, num_blocks=num_blocks))
+        return ScheduledWorker(executors[-1], **options)  # type: ignore[arg-type]
+
+    yield make
+    for executor in executors:
+        executor.close()
+
+
+def shared_prompts(length: int, *ends: int) -> list[list[int]]:
+    """Prompts with the same first `length` tokens, and so many more each."""
+    head, *tails = random_prompts((length, *ends), 320, seed=length)
+    return [[*head, *tail] for tail in tails]
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_chunks_beside_decodes_have_the_logits_of_whole_prompts(
+    saved: SavedModel, start: Callable[..., ScheduledWorker], depth: int
+) -> None:
+    worker = start(budget=37, depth=depth)
+    for number, ids in enumerate(random_prompts((1, 5, 64, 75, 130), 320)):
+        worker.add(f"{number}", ids, max_tokens=9 + number)
+    worker.run()
+    assert largest_error(worker, saved.model) < TOLERANCE
+
+
+@pytest.mark.parametrize("length", [64, 150])
+def test_a_hit_goes_on_from_the_state_at_its_end(
+    saved: SavedModel, start: Callable[..., ScheduledWorker], length: int
+) -> None:
+    """At the end of a prompt, then at a branch, and at the newest piece of an answer."""
+    worker, (first, second, third) = start(budget=50), shared_prompts(length, 70, 80, 20)
+    worker.add("first", first, max_tokens=60)
+    worker.run()
+    answered = worker.outputs["first"][0]
+    turn = worker.add("turn", [*first, *answered, *range(10, 40)])
+    worker.run()
+    assert turn.sequences[0].num_cached_tokens == (len(first) + len(answered) - 1) // PIECE * PIECE
+    branch = worker.add("branch", second)
+    worker.run()
+    assert branch.sequences[0].num_cached_tokens == 0, "there is no state where the prompts part"
+    after = worker.add("after", third)
+    worker.run()
+    assert after.sequences[0].num_cached_tokens == length // PIECE * PIECE
+    assert largest_error(worker, saved.model) < TOLERANCE
+
+
+def test_answers_of_one_prompt_go_on_in_slots_of_their_own(
+    saved: SavedModel, start: Callable[..., ScheduledWorker]
+) -> None:
+    worker, (prompt,) = start(budget=64), shared_prompts(64, 10)
+    for name, ids in (("n", prompt), ("whole pieces", prompt[:64])):
+        worker.add(name, ids, n=4, max_tokens=6, temperature=1.0)
+    worker.run()
+    assert len(set(map(tuple, worker.outputs["n"]))) > 1
+    assert largest_error(worker, saved.model) < TOLERANCE
+
+
+def test_beams_go_on_from_the_states_of_other_beams(
+    saved: SavedModel, start: Callable[..., ScheduledWorker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two searches at once that pass the end of a piece, in so little memory that beams are preempted."""
+    monkeypatch.setattr(saved.model.generation_config, "eos_token_id", None)
+    worker, prompts = start(7, budget=48), random_prompts((58, 5), 320, seed=4)
+    for number, ids in enumerate(prompts):
+        worker.add(f"{number}", ids, max_tokens=8, n=4, beams=BeamParams(width=4))
+    worker.run()
+    assert worker.scheduler.counters["preemptions_swap_total"] > 0
+    for number, ids in enumerate(prompts):
+        with torch.inference_mode():
+            rows = saved.model.generate(
+                torch.tensor([ids]), max_new_tokens=8, num_beams=4, num_return_sequences=4, use_cache=False
+            )
+        assert worker.outputs[f"{number}"] == rows[:, len(ids) :].tolist()
+
+
+@pytest.mark.parametrize("swaps", [False, True])
+def test_a_preempted_sequence_goes_on_with_its_state(
+    saved: SavedModel, start: Callable[..., ScheduledWorker], swaps: bool
+) -> None:
+    worker = start(num_blocks=7, budget=48, swaps=swaps)
+    for number, ids in enumerate(random_prompts((20, 30, 25, 18, 22), 320)):
+        worker.add(f"{number}", ids, max_tokens=70)
+    worker.run()
+    counters = worker.scheduler.counters
+    assert counters[f"preemptions_{'swap' if swaps else 'recompute'}_total"] > 0
+    assert largest_error(worker, saved.model) < TOLERANCE
+
+
+@pytest.mark.parametrize("length", [5, 64, 75])
+def test_a_prompt_is_handed_over_with_its_state(
+    saved: SavedModel, start: Callable[..., ScheduledWorker], length: int
+) -> None:
+    """Also when all of its blocks are cached here."""
+    prefill, decode = start(budget=23), start()
+    (prompt,) = random_prompts((length,), 320, seed=length)
+    for name in ("first", "again"):
+        prefill.add(name, prompt, work=Work.PREFILL)
+        prefill.run()
+        decode.take_over(decode.add(name, prompt, max_tokens=5, work=Work.TAKE_OVER), prefill, f"lease-{name}")
+        decode.run()
+    assert decode.outputs["first"] == decode.outputs["again"]
+    assert largest_error(prefill, saved.model) < TOLERANCE
+    assert largest_error(decode, saved.model) < TOLERANCE
+
+
+def test_a_checkpoint_that_the_device_evicted_is_found_in_host_memory(
+    saved: SavedModel, start: Callable[..., ScheduledWorker]
+) -> None:
+    worker, prompts = start(num_blocks=6, budget=64, host_cache=True), shared_prompts(64, 10, 20)
+    worker.blocks.host.gb_s, worker.blocks.copies.wait_s = inf, 0.0  # whatever is there is loaded
+    worker.add("first", prompts[0], max_tokens=1)
+    worker.run()
+    for number, ids in enumerate(random_prompts((70, 80, 90), 320, seed=3)):
+        worker.add(f"{number}", ids, max_tokens=1)
+        worker.run()
+    before = worker.blocks.host.num_loaded
+    worker.add("second", prompts[1])
+    worker.run()
+    assert worker.blocks.host.num_loaded > before
+    assert largest_error(worker, saved.model) < TOLERANCE
+
+
+def test_replayed_decodes_read_and_write_their_slots(saved: SavedModel, start: Callable[..., ScheduledWorker]) -> None:
+    """Padding writes a slot that no sequence has, and a checkpoint is saved by a replay, too."""
+    worker, prompts = start(budget=64), shared_prompts(61, 1, 0, 9)
+    repeated = with_graphs(worker.executor, decode_sizes(4))
+    for number, ids in enumerate(prompts):
+        worker.add(f"{number}", ids, max_tokens=6)
+    worker.run()
+    answered = [*prompts[0], *worker.outputs["0"][0], *range(9)]
+    turn = worker.add("turn", answered, max_tokens=1)
+    worker.run()
+    assert turn.sequences[0].num_cached_tokens == PIECE
+    assert len(repeated.replayed) > 4
+    assert largest_error(worker, saved.model) < TOLERANCE
+
+
+class GatedByItself(Gated):
+    """Its class does not say that it is late."""
+
+    is_late = False
+
+    def __init__(self, context: StageContext) -> None:
+        super().__init__(context)
+        self.is_late = True
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("kv_cache_dtype", "fp8"),
+        ("logits_stages", ("tests.worker.test_logits_stages:Gated",)),
+        ("logits_stages", (f"{__name__}:GatedByItself",)),
+    ],
+)
+def test_what_cannot_be_served_with_states_ends_the_start(saved: SavedModel, name: str, value: Any) -> None:
+    with pytest.raises(StartupError, match=r"--(kv-cache-dtype fp8|logits-stage \S+).* not served .* keeps states"):
+        make_executor(saved.directory, **{name: value})
+
+
+def test_a_pool_takes_no_states(saved: SavedModel) -> None:
+    executor: Any = make_executor(saved.directory, num_blocks=40)
+    connector: Any = SimpleNamespace(pool=object())
+    with pytest.raises(StartupError, match="a pool takes no states"):
+        EngineCore(NodeConfig(model=ModelConfig(model="m")), executor, connector, FakeMailbox())
+    executor.close()
