@@ -9,12 +9,10 @@ from pd_cluster.scheduling.block_manager import BlockManager
 from pd_cluster.scheduling.cache_news import block_id
 from pd_cluster.scheduling.checkpoints import GRID, kept, newest
 from pd_connectors.protocol.feed import DEVICE, HOST
-from tests.scheduling.kv_groups import FULL, LATENT_STATE, STATE, GroupSet
+from tests.scheduling.kv_groups import FULL, FULL_STATE, LATENT_STATE, STATE, GroupSet
 from tests.scheduling.simulation import BLOCK_SIZE, message, prompt
 from tests.scheduling.test_shared_kv_memory import SIZE, hashes_of
 from tests.scheduling.world import World
-
-FULL_STATE = GroupSet(((FULL, 0), (STATE, 0)), (4, 1))
 
 
 def test_states_are_kept_at_ends_branches_and_a_grid() -> None:
@@ -77,6 +75,31 @@ def test_what_no_step_has_gone_on_from_is_not_swapped() -> None:
     assert blocks.can_swap_out(table, 3 * BLOCK_SIZE + 1)
     blocks.close(table)
     world.check_empty()
+
+
+@pytest.mark.parametrize("end", range(3 * SIZE + 1, 5 * SIZE + 2))
+@pytest.mark.parametrize("chunk", [3 * SIZE - 1, 3 * SIZE, 3 * SIZE + 1])
+def test_a_swapped_state_is_loaded_wherever_chunks_ended(chunk: int, end: int) -> None:
+    """Steps of decodes that only add a token are not planned here, and a chunk may end at any token."""
+    blocks = manager(12)
+    table = blocks.open_table()
+    assert blocks.states is not None
+    blocks.grow(table, 0, end)
+    step = blocks.states.plan(table, 0, chunk, 2 * SIZE, draws=False)
+    blocks.publish(table, hashes_of(0, chunk // SIZE * SIZE))
+    blocks.let_go(table, chunk)
+    assert blocks.can_swap_out(table, end)
+    out, runs = blocks.swap_out(table, end)
+    assert [device for group, device, _ in out if group] == [step.slot]
+    again = blocks.open_table()
+    blocks.match_runs(again, hashes_of(0, chunk // SIZE * SIZE), end)
+    copies = blocks.swap_in(again, runs, blocks.needs(again, end, end + 1))
+    assert [[host] for group, host, _ in copies if group] == [list(runs[1].block_ids)]
+    blocks.grow(again, end, end + 1)
+    step = blocks.states.plan(again, end, end + 1, 2 * SIZE, draws=True)
+    assert [step.source] == [device for group, _, device in copies if group]
+    blocks.close(again)
+    blocks.check()
 
 
 @pytest.mark.parametrize("depth", [1, 2])
