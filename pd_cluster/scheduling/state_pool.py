@@ -135,7 +135,7 @@ class StatePool(SlabPool):
                 self.cache.insert(block_hash, one.slot, None)
                 news.append(CachedBlock(block_hash, one.slot, self.index))
             self.drop(one.slot)
-            if one.is_newest:
+            if one.is_newest and (slots.newest is None or slots.newest[0] != block_hash):
                 self._forget_newest(slots)
                 slots.newest = (block_hash, one.slot) if is_new else None
 

@@ -34,18 +34,21 @@ class StateSteps:
         Checkpoints take slots as far as there are some. `table.capacity` then ends before the next checkpoint.
         """
         slots, size = self._slots(table), self._pool.block_size
-        wanted, last = [], None
-        if self._keeps:
-            wanted, last = kept(start, end, num_prompt, table.branch, size), newest(start, end, num_prompt, size)
+        stay = kept(start, end, num_prompt, table.branch, size) if self._keeps else []
+        last = newest(start, end, num_prompt, size) if self._keeps else None
+        # A step that was taken back runs all the same, and saves what this one would
+        saved = {one.num_tokens for one in slots.aside if one.is_checkpoint}
         saves = []
-        for boundary in wanted if last is None or last in wanted else [*wanted, last]:
+        for boundary in stay if last is None or last in stay else [*stay, last]:
+            if boundary in saved:
+                continue
             if self._memory.has_room(self._one):
                 self._memory.free_for(self._one)
                 saves.append((boundary, self._pool.take()))
                 self.num_saved += 1
             else:
                 self.num_unsaved += 1
-        step = self._pool.step(slots, start, end, saves, None if last in wanted else last, draws=draws)
+        step = self._pool.step(slots, start, end, saves, None if last in stay else last, draws=draws)
         table.capacity = min(table.capacity, end if slots.reverses else (end // size + 1) * size - 1)
         table.due = min(table.due, self._pool.due(slots, is_cached=True))
         return step

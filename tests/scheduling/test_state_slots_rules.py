@@ -6,8 +6,10 @@ import pytest
 
 from pd_cluster.protocol.messages import Work
 from pd_cluster.scheduling.block_manager import BlockManager
+from pd_cluster.scheduling.block_table import StateSlots
 from pd_cluster.scheduling.cache_news import block_id
 from pd_cluster.scheduling.checkpoints import GRID, kept, newest
+from pd_cluster.scheduling.state_pool import StatePool
 from pd_connectors.protocol.feed import DEVICE, HOST
 from tests.scheduling.kv_groups import FULL, FULL_STATE, LATENT_STATE, STATE, GroupSet
 from tests.scheduling.simulation import BLOCK_SIZE, message, prompt
@@ -109,6 +111,45 @@ def test_an_answer_keeps_its_newest_state_alone(depth: int) -> None:
     world.run_until_idle()
     assert len(world.blocks.pools[1].cache) == 2, "the prompt's end, and the newest of the answer"
     world.check_empty()
+
+
+@pytest.mark.parametrize("length", [BLOCK_SIZE + 3, 2 * BLOCK_SIZE + 3])
+def test_draws_that_sit_out_at_boundaries_lose_no_newest_state(length: int) -> None:
+    """The step is planned again, and ends at the same boundary."""
+    late = False
+    world = World(kv=FULL_STATE, num_blocks=60, are_late=lambda: late)
+    request = world.submit(
+        message("a", prompt(length), max_tokens=3 * BLOCK_SIZE, grammar="g", ignore_eos=False, seed=5)
+    )
+    num_tokens, states = 0, world.blocks.states
+    assert states is not None
+    while not request.finished:
+        num_tokens = len(request.sequences[0].token_ids)
+        late = not late and num_tokens % BLOCK_SIZE == 0
+        world.start_step()
+    world.run_until_idle()
+    num_ends = num_tokens // BLOCK_SIZE - length // BLOCK_SIZE
+    assert num_ends > 1
+    assert world.scheduler.counters["draws_sat_out_total"] == num_ends
+    assert states.num_saved == 1 + num_ends, "each boundary once"
+    assert len(world.blocks.pools[1].cache) == 2, "the prompt's end, and the newest of the answer"
+    world.check_empty()
+
+
+def test_a_newest_state_that_is_cached_already_is_not_the_one_before() -> None:
+    """Of two slots with the same content the first is cached, and stays."""
+    blocks = manager(12)
+    table, hashes = blocks.open_table(), hashes_of(0, SIZE)
+    blocks.grow(table, 0, SIZE)
+    pool, slots = blocks.pools[1], table.groups[1]
+    assert isinstance(pool, StatePool)
+    assert isinstance(slots, StateSlots)
+    for _ in range(2):
+        pool.step(slots, 0, SIZE, [(SIZE, pool.take())], SIZE, draws=True)
+        pool.publish(slots, hashes, [])
+        assert pool.cache.find(hashes[0]) is not None
+    blocks.close(table)
+    blocks.check()
 
 
 def test_a_forgotten_state_that_host_memory_has_is_expected_there_and_leaves_it_first() -> None:
