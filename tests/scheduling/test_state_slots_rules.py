@@ -5,12 +5,14 @@ from __future__ import annotations
 import pytest
 
 from pd_cluster.protocol.messages import Work
+from pd_cluster.scheduling import state_steps
 from pd_cluster.scheduling.block_manager import BlockManager
 from pd_cluster.scheduling.block_table import StateSlots
 from pd_cluster.scheduling.cache_news import block_id
 from pd_cluster.scheduling.checkpoints import GRID, kept, newest
 from pd_cluster.scheduling.state_pool import StatePool
 from pd_connectors.protocol.feed import DEVICE, HOST
+from pd_connectors.protocol.slabs import KvSlabs
 from tests.scheduling.kv_groups import FULL, FULL_STATE, LATENT_STATE, STATE, GroupSet
 from tests.scheduling.simulation import BLOCK_SIZE, message, prompt
 from tests.scheduling.test_shared_kv_memory import SIZE, hashes_of
@@ -175,7 +177,7 @@ def test_a_forgotten_state_that_host_memory_has_is_expected_there_and_leaves_it_
 
 def test_a_branch_is_known_by_what_host_memory_has_too() -> None:
     """The heads of three prompts are equal. Of the second one the state at their end is kept, for the third."""
-    world = World(kv=FULL_STATE, num_blocks=4, num_host_blocks=100, host_cache=True)
+    world = World(kv=FULL_STATE, num_blocks=5, num_host_blocks=100, host_cache=True)
     world.blocks.copies.step_tokens = 32 * BLOCK_SIZE  # so much is saved ahead
     head, hits = prompt(4 * BLOCK_SIZE), []
     for number in range(3):
@@ -197,6 +199,40 @@ def test_without_room_no_state_is_kept_and_nothing_else_changes() -> None:
     world.run_until_idle()
     assert (world.blocks.states.num_saved, world.blocks.states.num_unsaved) == (0, 1)
     world.check_empty()
+
+
+def test_no_decode_is_preempted_for_states_that_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing can evict a checkpoint until its step has retired, and a decode wants a block before that."""
+
+    def num_preempted() -> float:
+        world = World(kv=FULL_STATE, num_blocks=6, depth=2, max_num_seqs=8)
+        for number in range(6):
+            world.submit(message(f"{number}", prompt(20 + number, number), max_tokens=60))
+        world.run_until_idle()
+        world.check_empty()
+        assert world.blocks.states is not None
+        assert bool(world.blocks.states.num_saved) is keeps
+        return sum(count for name, count in world.scheduler.counters.items() if name.startswith("preemptions"))
+
+    keeps = True
+    num_with_states = num_preempted()
+    monkeypatch.setattr(state_steps, "kept", lambda *_: [])
+    monkeypatch.setattr(state_steps, "newest", lambda *_: None)
+    keeps = False
+    assert num_with_states == num_preempted() == 1
+
+
+@pytest.mark.parametrize("num_slabs", range(3, 7))
+def test_a_state_is_kept_as_far_as_there_is_room_beyond_the_watermark(num_slabs: int) -> None:
+    """A slab each of FULL and of the live slot are taken; the watermark is a slot, and blocks of one more slab."""
+    blocks = BlockManager(FULL_STATE.groups(SIZE), KvSlabs(num_slabs, 0, FULL_STATE.per_slab))
+    table = blocks.open_table()
+    assert blocks.states is not None
+    blocks.states.watermark = [4, 1]
+    blocks.grow(table, 0, 2 * SIZE)
+    step = blocks.states.plan(table, 0, 2 * SIZE, 2 * SIZE + 1, draws=False)
+    assert [end for end, _ in step.saves] == [2 * SIZE] * (num_slabs > 4)
+    assert (blocks.states.num_saved, blocks.states.num_unsaved) == ((1, 0) if num_slabs > 4 else (0, 1))
 
 
 @pytest.mark.parametrize("depth", [1, 2])
