@@ -23,6 +23,8 @@ def test_states_are_kept_at_ends_branches_and_a_grid() -> None:
     assert kept(0, 2 * GRID + 70, 2 * GRID + 70, 192, 64) == [192, GRID, 2 * GRID, 2 * GRID + 64]
     assert kept(192, 300, 1000, 192, 64) == []
     assert kept(0, 64, 64, 0, 64) == [64], "the prompt's end is one"
+    assert kept(0, 192, 192, 0, 64) == [128, 192], "and the last that the same prompt can go on from"
+    assert kept(0, 193, 193, 0, 64) == [192]
     assert newest(127, 128, 100, 64) == 128
     assert newest(128, 129, 100, 64) is None
     assert newest(0, 300, 300, 64) is None, "a prompt has no answer yet"
@@ -33,7 +35,7 @@ def manager(num_slabs: int) -> BlockManager:
     return BlockManager(FULL_STATE.groups(SIZE), FULL_STATE.slabs(num_slabs), num_host_blocks=9)
 
 
-def test_a_prompt_takes_one_slot_and_one_for_its_checkpoint() -> None:
+def test_a_prompt_takes_one_slot_and_one_for_each_checkpoint() -> None:
     blocks = manager(12)
     table = blocks.open_table()
     assert blocks.states is not None
@@ -44,10 +46,10 @@ def test_a_prompt_takes_one_slot_and_one_for_its_checkpoint() -> None:
     assert (first.source, first.saves) == (-1, ())
     last = blocks.states.plan(table, 4 * SIZE, 9 * SIZE, 9 * SIZE, draws=True)
     assert last.source == last.slot == first.slot
-    ((boundary, saved),) = last.saves
-    assert boundary == 9 * SIZE
+    (before, _), (boundary, saved) = last.saves
+    assert (before, boundary) == (8 * SIZE, 9 * SIZE)
     blocks.publish(table, hashes_of(0, 9 * SIZE))
-    assert slots.references == [last.slot], "the checkpoint is let go of"
+    assert slots.references == [last.slot], "the checkpoints are let go of"
     assert saved in pool.cache
     blocks.close(table)
     other = blocks.open_table()
@@ -104,6 +106,21 @@ def test_a_swapped_state_is_loaded_wherever_chunks_ended(chunk: int, end: int) -
     assert [step.source] == [device for group, _, device in copies if group]
     blocks.close(again)
     blocks.check()
+
+
+@pytest.mark.parametrize("length", [BLOCK_SIZE, 3 * BLOCK_SIZE - 1, 3 * BLOCK_SIZE, 3 * BLOCK_SIZE + 1])
+def test_the_same_prompt_and_the_next_turn_find_a_state(length: int) -> None:
+    """The last token of a prompt is always computed, so what is the same ends before it."""
+    world = World(kv=FULL_STATE, num_blocks=60)
+    world.submit(message("a", prompt(length), max_tokens=3))
+    world.run_until_idle()
+    again = world.submit(message("same", prompt(length), max_tokens=3))
+    world.run_until_idle()
+    turn = world.submit(message("turn", prompt(length) + prompt(9, 1), max_tokens=3))
+    world.run_until_idle()
+    assert again.num_cached_tokens == (length - 1) // BLOCK_SIZE * BLOCK_SIZE
+    assert turn.num_cached_tokens == length // BLOCK_SIZE * BLOCK_SIZE
+    world.check_empty()
 
 
 @pytest.mark.parametrize("depth", [1, 2])
