@@ -194,8 +194,7 @@ class BlockManager:
         runs = []
         for pool, held in self._by_group(table):
             blocks = pool.group.handed_over(num_tokens, num_computed)
-            ids = held.ids[blocks.start - held.first : blocks.stop - held.first] if blocks else ()
-            runs.append(BlockRun(blocks.start, tuple(ids)))
+            runs.append(BlockRun(blocks.start, tuple(pool.ids_at(held, blocks))))
         return tuple(runs)
 
     def uncached_runs(self, table: BlockTable) -> tuple[BlockRun, ...]:
@@ -343,7 +342,7 @@ class BlockManager:
         """Whether the table has blocks of the first `num_tokens`, all loaded, and the host memory room for them."""
         if not num_tokens or table in self.copies.pending or (self.states and self.states.is_unread(table)):
             return False
-        needs = (pool.blocks_for(num_tokens) - held.first for pool, held in self._by_group(table))
+        needs = (len(pool.span(held, num_tokens)) for pool, held in self._by_group(table))
         return all(num <= own.num_takeable for num, own in zip(needs, self.host.groups, strict=True))
 
     def swap_out(self, table: BlockTable, num_tokens: int) -> tuple[list[Copy], tuple[BlockRun, ...]]:
@@ -353,10 +352,11 @@ class BlockManager:
         """
         copies, runs = [], []
         for pool, held in self._by_group(table):
-            ids = held.ids[: pool.blocks_for(num_tokens) - held.first]
+            blocks = pool.span(held, num_tokens)
+            ids = pool.ids_at(held, blocks)
             taken = self.host.take(pool.index, len(ids))
             copies += [(pool.index, *pair) for pair in zip(ids, taken, strict=True)]
-            runs.append(BlockRun(held.first, tuple(taken)))
+            runs.append(BlockRun(blocks.start, tuple(taken)))
         self.close(table)
         return copies, tuple(runs)
 

@@ -164,6 +164,14 @@ class BlockPool:
             self.refs[block_id] += 1
         return GroupBlocks(held.first, held.ids[:], held.path[:])
 
+    def span(self, held: GroupBlocks, num_tokens: int) -> range:
+        """The indices of the blocks that the holder has of its first `num_tokens`, all computed."""
+        return range(held.first, self.blocks_for(num_tokens))
+
+    def ids_at(self, held: GroupBlocks, indices: range) -> list[int]:
+        """The holder's blocks at `indices`, which it has."""
+        return held.ids[indices.start - held.first : indices.stop - held.first] if indices else []
+
     def hold(self, held: GroupBlocks, first: int, hashes: Iterable[bytes]) -> None:
         """Let a holder of cached blocks hold the longest cached run of `hashes`, which begin at the index `first`.
 

@@ -52,7 +52,8 @@ class Reversal(NamedTuple):
 class StateSlots(GroupBlocks):
     """A holder's slots of a STATE group. `ids` has the live one, which its steps write, and no other holder has.
 
-    A hit, a load and a fork put the slot that is only read there; `grow` takes a live one beside it.
+    A hit, a load and a fork put the slot that is only read there; `grow` takes a live one beside it. `first` is where
+    the hit or the load was: steps do not move it.
     """
 
     source: int | None = None  # what the next step reads, if it is not the live slot

@@ -11,9 +11,11 @@ GRID = 8192
 def kept(start: int, end: int, num_prompt: int, branch: int, size: int) -> list[int]:
     """The boundaries in (start, end], multiples of `size`, at which the state is kept until memory is short.
 
-    The end of the prompt, `branch`: as far as the KV of another prompt goes that is the same, and each GRID tokens.
+    The end of the prompt, from where the next turn goes on, and of all but its last token, from where the same prompt
+    does: one prompt in `size` has both. `branch`: as far as the KV of another prompt goes that is the same. And each
+    GRID tokens.
     """
-    found = {boundary // size * size for boundary in (num_prompt, branch)}
+    found = {boundary // size * size for boundary in (num_prompt, num_prompt - 1, branch)}
     found.update(range((start // GRID + 1) * GRID, end + 1, GRID))
     return sorted(boundary for boundary in found if start < boundary <= end)
 

@@ -57,6 +57,8 @@ class KvMemory:
         self._clock = clock
         self._prefill_s = prefill_s
         self._watermark = [max(1, len(pool.refs) // WATERMARK_SHARE) for pool in blocks.pools]  # by group
+        if blocks.states is not None:
+            blocks.states.watermark = self._watermark
         self._refused: Sequence | None = None
         self._news: list[CachedBlock] = []
 

@@ -81,7 +81,6 @@ class StatePool(SlabPool):
         elif slots.before is not None and slots.spare is not None:
             slots.ids[0], slots.spare = slots.spare, live
         slots.aside += [Aside(tokens, slot, is_checkpoint=True, is_newest=tokens == newest) for tokens, slot in saves]
-        slots.first = (end - 1) // self.block_size
         return StateStep(before if start else -1, slots.ids[0], tuple(saves))
 
     def take_back(self, slots: StateSlots) -> int:
@@ -91,8 +90,17 @@ class StatePool(SlabPool):
         slots.before = None
         if slots.source is not None:
             slots.aside.remove(next(one for one in slots.aside if one.slot == slots.source))
-        slots.first = max(0, start - 1) // self.block_size
         return start
+
+    def span(self, held: GroupBlocks, num_tokens: int) -> range:
+        """The index of the state after `num_tokens`, from them alone: most steps of a decode are not planned here."""
+        first = self.group.first_block(num_tokens)
+        return range(first, first + 1)
+
+    def ids_at(self, held: GroupBlocks, indices: range) -> list[int]:
+        """The live slot, at whatever index its tokens put it."""
+        assert len(indices) <= 1, "a holder has one state"
+        return held.ids[: len(indices)]
 
     def hold(self, held: GroupBlocks, first: int, hashes: Iterable[bytes]) -> None:
         """Let a holder of nothing, or of a checkpoint, hold that of the first one of `hashes`, if it is cached."""
@@ -127,7 +135,7 @@ class StatePool(SlabPool):
                 self.cache.insert(block_hash, one.slot, None)
                 news.append(CachedBlock(block_hash, one.slot, self.index))
             self.drop(one.slot)
-            if one.is_newest:
+            if one.is_newest and (slots.newest is None or slots.newest[0] != block_hash):
                 self._forget_newest(slots)
                 slots.newest = (block_hash, one.slot) if is_new else None
 

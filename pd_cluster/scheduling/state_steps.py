@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import add
 from typing import TYPE_CHECKING, cast
 
 from pd_cluster.scheduling.checkpoints import kept, newest
@@ -19,6 +20,7 @@ class StateSteps:
     def __init__(self, memory: SlabMemory, pool: StatePool, *, prefix_caching: bool) -> None:
         self._memory, self._pool, self._keeps = memory, pool, prefix_caching
         self._one = [int(other is pool) for other in memory.pools]  # a slot, as needs by group
+        self.watermark = [0 for _ in memory.pools]  # blocks by group that a checkpoint leaves to the next tokens
         self.num_saved = self.num_unsaved = 0  # checkpoints since boot; for those there was no slot
 
     @classmethod
@@ -31,21 +33,25 @@ class StateSteps:
     def plan(self, table: BlockTable, start: int, end: int, num_prompt: int, *, draws: bool) -> StateStep:
         """Plan a chunk [start, end) of a table that has a slot to write. `draws`: something is drawn after it.
 
-        Checkpoints take slots as far as there are some. `table.capacity` then ends before the next checkpoint.
+        Checkpoints take slots as far as there are some beyond the watermark: until their step has retired nothing can
+        evict them, and a decode would be preempted for them. `table.capacity` then ends before the next checkpoint.
         """
         slots, size = self._slots(table), self._pool.block_size
-        wanted, last = [], None
-        if self._keeps:
-            wanted, last = kept(start, end, num_prompt, table.branch, size), newest(start, end, num_prompt, size)
+        stay = kept(start, end, num_prompt, table.branch, size) if self._keeps else []
+        last = newest(start, end, num_prompt, size) if self._keeps else None
+        # A step that was taken back runs all the same, and saves what this one would
+        saved = {one.num_tokens for one in slots.aside if one.is_checkpoint}
         saves = []
-        for boundary in wanted if last is None or last in wanted else [*wanted, last]:
-            if self._memory.has_room(self._one):
+        for boundary in stay if last is None or last in stay else [*stay, last]:
+            if boundary in saved:
+                continue
+            if self._memory.has_room(list(map(add, self._one, self.watermark))):
                 self._memory.free_for(self._one)
                 saves.append((boundary, self._pool.take()))
                 self.num_saved += 1
             else:
                 self.num_unsaved += 1
-        step = self._pool.step(slots, start, end, saves, None if last in wanted else last, draws=draws)
+        step = self._pool.step(slots, start, end, saves, None if last in stay else last, draws=draws)
         table.capacity = min(table.capacity, end if slots.reverses else (end // size + 1) * size - 1)
         table.due = min(table.due, self._pool.due(slots, is_cached=True))
         return step

@@ -52,10 +52,16 @@ LATENT_STATE = GroupSet(((LATENT, 0), (STATE, 0)), (4, 1))
 TWO_WINDOWS = GroupSet(((FULL, 0), (WINDOW, 1), (WINDOW, 2.3)), (1, 5, 3))
 UNEVEN = GroupSet(((WINDOW, 1.25), (FULL, 0)), (26, 5))
 UNEVEN_SIZES = GroupSet(((FULL, 0), (WINDOW, 2), (STATE, 0)), (2, 5, 1), (1, 1, 2))
+FULL_STATE = GroupSet(((FULL, 0), (STATE, 0)), (4, 1))
+FULL_FAR_STATE = GroupSet(((FULL, 0), (STATE, 0)), (8, 1), (1, 4))  # as 16 and 64 tokens
+FULL_PAIR_STATE = GroupSet(((FULL, 0), (STATE, 0)), (5, 2), (1, 2))
+FULL_HALF_STATE = GroupSet(((FULL, 0), (STATE, 0)), (2, 1))
 ONLY_WINDOW = GroupSet(((WINDOW, 2),))
 SETS = {
     "full": ONE_FULL, "full+window": FULL_WINDOW, "full+window+state": FULL_WINDOW_STATE, "latent+state": LATENT_STATE,
     "full+2 windows": TWO_WINDOWS, "uneven": UNEVEN, "uneven sizes": UNEVEN_SIZES, "window": ONLY_WINDOW,
+    "full+state": FULL_STATE, "full+far state": FULL_FAR_STATE, "full+pair of states": FULL_PAIR_STATE,
+    "full+half state": FULL_HALF_STATE,
 }  # fmt: skip
 
 

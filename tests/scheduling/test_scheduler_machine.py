@@ -367,3 +367,9 @@ def test_a_busy_random_walk_leaks_nothing_and_changes_no_token(seed: int) -> Non
 )
 def test_a_busy_random_walk_over_groups_leaks_nothing_and_changes_no_token(seed: int, kv: str) -> None:
     assert random_walk(seed, num_steps=150, kv=kv).clients
+
+
+@pytest.mark.parametrize("kv", ["full+state", "full+pair of states"])
+def test_a_short_random_walk_over_states_changes_no_token(kv: str) -> None:
+    """Of this seed sequences are swapped after chunks that end with a block."""
+    assert random_walk(10130, num_steps=60, kv=kv).clients
