@@ -208,8 +208,9 @@ class Soak:
         if not self.options.host_cache_gb:
             return ""
         host = self.engine.core._blocks.host
+        num_blocks = sum(one.num_blocks for one in host.groups)
         return (
-            f", host cache {host.num_cached} of {host.num_blocks * len(host.groups)} blocks, {host.num_saved} saved, "
+            f", host cache {host.num_cached} of {num_blocks} blocks, {host.num_saved} saved, "
             f"{host.num_loaded} loaded, {host.num_hit_tokens} tokens found there"
         )
 

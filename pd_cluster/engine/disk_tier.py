@@ -181,7 +181,7 @@ class DiskTier:
             reading.go_on(reading.request)
 
     def _write(self) -> None:
-        most = min(self._most_writes, self._host.num_blocks // PINNED_SHARE)
+        most = min(self._most_writes, min(one.num_blocks for one in self._host.groups) // PINNED_SHARE)
         while self._unwritten and len(self._writes) < most:
             group, block_hash = self._unwritten[0]
             own = self._host.groups[group]

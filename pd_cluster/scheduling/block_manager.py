@@ -49,7 +49,7 @@ class BlockManager:
         self, groups: Sequence[KVGroup], slabs: KvSlabs, *, num_host_blocks: int = 0, host_cache: bool = False,
         prefix_caching: bool = True,
     ) -> None:  # fmt: skip
-        """`num_host_blocks`: of each group, for swapping, and with `host_cache` for a tier of the prefix cache."""
+        """`num_host_blocks`: units (`host_unit`), to swap, and with `host_cache` for a tier of the prefix cache."""
         # its tables would begin empty, hits and handoffs would leave it out, and nothing of it would be published
         assert not any(group.optional for group in groups), "no model has an optional KV group yet"
         self.block_size = min(group.block_size for group in groups)  # tokens; of hashes

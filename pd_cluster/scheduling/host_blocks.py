@@ -10,9 +10,10 @@ if TYPE_CHECKING:
 
 
 class HostBlocks:
-    """The host blocks of one KV group."""
+    """The host blocks of one KV group. `per_unit`: see `host_unit`."""
 
-    def __init__(self) -> None:
+    def __init__(self, per_unit: int = 1) -> None:
+        self.per_unit, self.num_blocks = per_unit, 0
         self.free: list[int] = []
         self.cached: OrderedDict[bytes, int] = OrderedDict()  # the first is evicted first
         self.taken: set[int] = set()
@@ -23,6 +24,13 @@ class HostBlocks:
     @property
     def num_takeable(self) -> int:
         return len(self.free) + len(self.cached) - len(self.pins) + len(self.orphans)
+
+    def grow(self, num_units: int) -> None:
+        """Have so many units of blocks, no fewer than before."""
+        num_blocks = num_units * self.per_unit
+        assert num_blocks >= self.num_blocks, "host memory that may be in use is taken away"
+        self.free[:0] = range(num_blocks - 1, self.num_blocks - 1, -1)
+        self.num_blocks = num_blocks
 
     def pin(self, block: int) -> None:
         """Keep a cached block from being evicted."""
@@ -48,9 +56,10 @@ class HostBlocks:
             (self.orphans.add if block in self.pins else self.free.append)(block)
         return cached
 
-    def check(self, num_blocks: int) -> None:
+    def check(self) -> None:
         """Raise AssertionError unless every block is accounted for once."""
         held = [*self.free, *self.cached.values(), *self.taken, *self.orphans]
-        assert len(held) == len(set(held)) == num_blocks, f"{len(held)} of {num_blocks} host blocks held, some twice"
+        num = self.num_blocks
+        assert len(held) == len(set(held)) == num, f"{len(held)} of {num} host blocks held, some twice"
         assert self.pins.keys() <= {*self.cached.values(), *self.orphans}, "a host block is pinned and not cached"
         assert self.orphans <= self.pins.keys(), "an orphan without a pin"

@@ -178,8 +178,9 @@ class HostCopies:
         """
         share = min(len(pool.refs) // AHEAD_SHARE, MOST_AHEAD if len(self._pools) == 1 else len(pool.refs))
         ahead = max(most_held(pool.group, self.step_tokens) + LEAST_AHEAD, share)
-        ahead = min(ahead, self.tier.num_blocks // 2) - pool.num_spare
-        cache, own, spare = pool.cache, self._groups[pool.index], ahead // 4
+        cache, own = pool.cache, self._groups[pool.index]
+        ahead = min(ahead, own.num_blocks // 2) - pool.num_spare
+        spare = ahead // 4
         num_let_go = cache.num_left + cache.num_evictable  # what comes after these has no copy
         if ahead <= 0 or min(cache.num_left + ahead, num_let_go) <= own.clean_to:
             return

@@ -18,6 +18,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from pd_cluster.scheduling.host_blocks import HostBlocks
+from pd_cluster.scheduling.sequence_room import host_unit
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -39,14 +40,15 @@ class HostTier:
     """
 
     def __init__(self, pools: tuple[BlockPool, ...], news: CacheNews, num_blocks: int, *, is_cache: bool) -> None:
-        """`num_blocks`: of each group.  `is_cache`: whether anything but swapped sequences has some."""
+        """`num_blocks`: units, see `host_unit`.  `is_cache`: whether anything but swapped sequences has some."""
         self._pools, self._news = pools, news
         self.is_cache = is_cache
         for pool in pools:
             pool.on_evicted = partial(self._note_lowered, pool)
             pool.on_forgotten = partial(self._note_forgotten, pool.index)
-        self.groups = tuple(HostBlocks() for _ in pools)
-        self.num_blocks = 0  # of each group
+        per_unit = host_unit([pool.group for pool in pools], [pool.per_slab for pool in pools])
+        self.groups = tuple(map(HostBlocks, per_unit))
+        self.num_blocks = 0  # units
         self.gb_s = HOST_GB_S  # of copies each way
         self.on_evicted: Callable[[int, bytes], object] = self._note_gone
         self.on_saved: Callable[[int, bytes], None] = lambda group, block_hash: None
@@ -82,16 +84,15 @@ class HostTier:
         if not self.is_cache:
             return {}
         return {
-            "host_cache_blocks|state=ready": float(self.num_blocks * len(self.groups)),
+            "host_cache_blocks|state=ready": float(sum(one.num_blocks for one in self.groups)),
             "host_cache_blocks|state=cached": float(self.num_cached),
             "host_cache_bytes_per_second": self.gb_s * 1e9,
         }
 
     def grow(self, num_blocks: int) -> None:
-        """Have `num_blocks` of each group, no fewer than before. The new ones can be copied from now on."""
-        assert num_blocks >= self.num_blocks, "host memory that may be in use is taken away"
+        """Have so many units, no fewer than before. The new ones can be copied from now on."""
         for one in self.groups:
-            one.free[:0] = range(num_blocks - 1, self.num_blocks - 1, -1)
+            one.grow(num_blocks)
         self.num_blocks = num_blocks
 
     def take(self, group: int, num: int) -> list[int]:
@@ -204,7 +205,7 @@ class HostTier:
     def check(self) -> None:
         """Raise AssertionError unless every host block is accounted for once."""
         for own in self.groups:
-            own.check(self.num_blocks)
+            own.check()
             assert self.is_cache or not own.cached
         assert len(self._pools) == 1 or not self.victims
         for table, victims in self.victims.items():

@@ -33,6 +33,16 @@ def decode_blocks(group: KVGroup, num_tokens: int) -> int:
     return max(1, -(-num_tokens // group.block_size) - group.first_block(num_tokens))
 
 
+def host_unit(groups: Sequence[KVGroup], per_slab: Sequence[int]) -> tuple[int, ...]:
+    """Blocks by group of a unit of host memory: one of each, or with states those of a slab, so as many bytes of each.
+
+    Of Qwen3-Next a state has 77 MB and a block of 64 tokens 1.6 MB: with one of each, 100 GB would hold the states of
+    1,270 prompts and 81,000 tokens, and a swapped sequence of 8,000 tokens would take as many bytes as 125 states.
+    """
+    has_states = any(group.kind is KVKind.STATE for group in groups)
+    return tuple(per_slab) if has_states else (1,) * len(groups)
+
+
 def fits(groups: Sequence[KVGroup], slabs: KvSlabs, num_tokens: int) -> bool:
     """Whether the empty cache has blocks for all of `num_tokens`, of every group at once."""
     needs = (most_held(group, num_tokens) for group in groups)

@@ -79,7 +79,7 @@ class Executor(Closes, Protocol):
 
     @property
     def num_host_blocks(self) -> int:
-        """Blocks of each group in host memory that are ready on every rank: those with ids below it.
+        """Units of blocks in host memory (`host_unit`) that are ready on every rank: those with ids below it.
 
         At first those for preempted sequences. It grows from `connect` on, and what the steps up to a moment have told
         of it is known then.

@@ -41,22 +41,29 @@ class HostMemory:
         num_blocks: int,
         device: torch.device,
         free_bytes: Callable[[], int] = free_host_bytes,
+        per_unit: Sequence[int] = (),
     ) -> None:
         """Reserve addresses for `num_blocks` blocks of every group, given by shape and dtype of one block.
 
         device: it copies from and to the memory, which is pinned for it; for a CPU it is only filled. free_bytes: of
-        this machine, before each piece that the thread takes. Raises StartupError.
+        this machine, before each piece that the thread takes. per_unit: by group, the blocks for which one counts here;
+        (): each. Raises StartupError.
         """
+        per_unit = per_unit or (1,) * len(shapes)
         self.num_blocks, self._device, self._free_bytes = num_blocks, device, free_bytes
-        self._sizes = [prod(shape) * dtype.itemsize for shape, dtype in zip(shapes, dtypes, strict=True)]
+        self._sizes = [
+            count * prod(shape) * dtype.itemsize for count, shape, dtype in zip(per_unit, shapes, dtypes, strict=True)
+        ]
         # Pieces end with a page in every group: a page cannot be pinned twice, nor a block be copied over two pieces
         whole = max(mmap.PAGESIZE // gcd(mmap.PAGESIZE, size) for size in self._sizes)
         most = max(1, min(PIECE_BYTES // sum(self._sizes), num_blocks))
         self.per_piece = whole * -(-most // whole)
         self._memory = [self._reserve(size) for size in self._sizes]
         self.tensors = tuple(
-            memory[: num_blocks * size].view(dtype).view(num_blocks, *shape)
-            for memory, size, shape, dtype in zip(self._memory, self._sizes, shapes, dtypes, strict=True)
+            memory[: num_blocks * size].view(dtype).view(num_blocks * count, *shape)
+            for memory, size, count, shape, dtype in zip(
+                self._memory, self._sizes, per_unit, shapes, dtypes, strict=True
+            )
         )
         self.num_filled = 0  # by `fill`, so on every rank
         self._num_pieces = 0

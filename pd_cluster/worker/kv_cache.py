@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from pd_cluster.errors import StartupError
+from pd_cluster.scheduling.sequence_room import host_unit
 from pd_cluster.worker.host_memory import HostMemory
 from pd_cluster.worker.plain_memory import plain_memory
 from pd_connectors.base import CacheDescription
@@ -69,7 +70,8 @@ class KVCache:
                 memory = torch.zeros(slabs.num_bytes + padding, dtype=torch.uint8, device=device)
         except (RuntimeError, torch.OutOfMemoryError) as error:
             raise StartupError(f"cannot allocate {slabs.num_bytes / 1e9:.2f} GB of KV cache: {error}") from error
-        host = HostMemory(shapes, dtypes, num_host_blocks + num_later, device)
+        unit = host_unit(layout.groups, slabs.per_slab)
+        host = HostMemory(shapes, dtypes, num_host_blocks + num_later, device, per_unit=unit)
         host.fill(num_host_blocks)
         tensors = tuple(
             _blocks(memory, slabs.num_blocks(index) + _NUM_PADDING_BLOCKS, slabs.stride(index), shape, dtype)
@@ -180,9 +182,11 @@ def _places(group: int, block: int, per_slab: Sequence[int]) -> tuple[set[tuple[
     return {(group, block), (-1 - group, slab)}, {(group, block), *others}
 
 
-def blocks_in(num_bytes: float, layout: BlockLayout) -> int:
-    """The number of blocks, over all groups, of which one rank's parts fit into `num_bytes`."""
-    return int(num_bytes // layout.rank_bytes)
+def host_blocks_in(num_bytes: float, layout: BlockLayout, slabs: KvSlabs) -> int:
+    """The units of host memory of which one rank's parts fit into `num_bytes`: see `host_unit`."""
+    unit = host_unit(layout.groups, slabs.per_slab)
+    sizes = (group.rank_bytes(layout.tp_size) for group in layout.groups)
+    return int(num_bytes // sum(count * size for count, size in zip(unit, sizes, strict=True)))
 
 
 def make_slabs(layout: BlockLayout, num_blocks: int, free_bytes: Callable[[], int]) -> KvSlabs:

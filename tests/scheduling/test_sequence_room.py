@@ -5,9 +5,10 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pd_cluster.scheduling.sequence_room import cache_tokens, decode_blocks, fits
+from pd_cluster.scheduling.sequence_room import cache_tokens, decode_blocks, fits, host_unit
 from pd_connectors.protocol.layout import BlockLayout, KVGroup, KVKind
 from pd_connectors.protocol.slabs import KvSlabs
+from tests.scheduling.kv_groups import SETS
 
 BLOCK = 4  # tokens
 
@@ -60,3 +61,9 @@ def test_the_longest_sequence_that_fits_is_the_longest_that_can_be_put_into_slab
 def test_one_group_has_room_for_all_of_its_blocks(num_blocks: int) -> None:
     slabs = KvSlabs.of_blocks(BlockLayout((FULL,)), num_blocks)
     assert cache_tokens([FULL], slabs) == num_blocks * BLOCK
+
+
+def test_host_memory_has_equal_bytes_of_groups_beside_states_and_else_equal_numbers() -> None:
+    for kv in SETS.values():
+        groups, slabs = kv.groups(4), kv.slabs(10)
+        assert host_unit(groups, slabs.per_slab) == (kv.per_slab if kv.has_state else (1,) * len(groups))

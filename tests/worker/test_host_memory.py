@@ -83,6 +83,21 @@ def test_pieces_are_ready_one_after_the_other() -> None:
     assert blocks.tensors == ()
 
 
+def test_a_unit_has_so_many_blocks_of_each_group() -> None:
+    """They become ready together: those of a group with ids below its share of the ready units."""
+    per_unit, gate = (1, 3), Gate()
+    blocks = HostMemory(SHAPES, DTYPES, 2 * PER_PIECE, CPU, gate, per_unit)
+    assert [tuple(tensor.shape) for tensor in blocks.tensors] == [(8, *SHAPES[0]), (24, *SHAPES[1])]
+    for tensor in blocks.tensors:
+        tensor.fill_(1)
+    blocks.fill(1)
+    assert blocks.num_ready == PER_PIECE
+    for tensor, count in zip(blocks.tensors, per_unit, strict=True):
+        assert not tensor[: count * PER_PIECE].any(), "zeroed as it became ready"
+        assert tensor[count * PER_PIECE :].all()
+    blocks.close()
+
+
 def test_no_blocks_need_no_thread() -> None:
     blocks = HostMemory(SHAPES, DTYPES, 0, CPU, Gate())
     blocks.start()

@@ -201,7 +201,7 @@ class GatedByItself(Gated):
         ("logits_stages", (f"{__name__}:GatedByItself",)),
     ],
 )
-def test_what_cannot_be_served_with_states_ends_the_start(saved: SavedModel, name: str, value: object) -> None:
+def test_what_cannot_be_served_with_states_ends_the_start(saved: SavedModel, name: str, value: Any) -> None:
     with pytest.raises(StartupError, match=r"--(kv-cache-dtype fp8|logits-stage \S+).* not served .* keeps states"):
         make_executor(saved.directory, **{name: value})
 
