@@ -21,6 +21,7 @@ and D before it prefills because no P could. A ticket is followed without that: 
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from hashlib import blake2b
@@ -56,6 +57,8 @@ if TYPE_CHECKING:
     from pd_connectors.base import PublishSpec
     from pd_connectors.protocol.messages import SampledToken
     from pd_connectors.protocol.ticket import Ticket
+
+logger = logging.getLogger("pd_cluster.engine")
 
 REDRAWS = "first_token_redraws_total"  # by reason
 
@@ -126,7 +129,7 @@ class KvTransfers:
         `keeps_states`: the model has a STATE group. A state cannot give a token back, so a prompt of which the last
         token is computed again, for its logits, is computed here as a whole.
         """
-        self._keeps_states = keeps_states
+        self._keeps_states, self._has_told = keeps_states, False
         self._connector = connector
         self._scheduler = scheduler
         self._logits_stages = logits_stages
@@ -240,6 +243,8 @@ class KvTransfers:
         request = intake.request
         num_cached = self._scheduler.pin(request)
         is_vain = self._keeps_states and bool(request.message.known)  # see `_load`
+        if is_vain:
+            self._tell_once()
         if is_vain or request.num_loaded_tokens - num_cached < max(1, request.message.min_remote_tokens):
             self.prefill_locally(request.request_id)
         else:
@@ -272,13 +277,30 @@ class KvTransfers:
         request.redraws = intake.redraw is not None
         if self._keeps_states and request.num_kept_tokens < num_loaded:
             intake.redraw, request.redraws = None, False
+            self._decline(intake, ticket, deadline_s)
             self.prefill_locally(request.request_id)
             return
-        intake.num_attempts += 1
-        intake.load_id = request.load_id = f"{request.request_id}#{intake.num_attempts}"
+        intake.load_id = request.load_id = self._new_load_id(intake)
         intake.lender, intake.is_ready = ticket.lease.engine_id, False
         self._loads[intake.load_id] = intake
         self._connector.begin_load(intake.load_id, ticket, deadline_s)
+
+    def _new_load_id(self, intake: Intake) -> str:
+        intake.num_attempts += 1
+        return f"{intake.request.request_id}#{intake.num_attempts}"
+
+    def _decline(self, intake: Intake, ticket: Ticket, deadline_s: float) -> None:
+        """Release a ticket's lease, which would hold P's memory until it expires: a cancelled load does."""
+        self._tell_once()
+        load_id = self._new_load_id(intake)
+        self._loads[load_id] = None
+        self._connector.begin_load(load_id, ticket, deadline_s)
+        self._connector.cancel_load(load_id)
+
+    def _tell_once(self) -> None:
+        if not self._has_told:
+            self._has_told = True
+            logger.info("states are computed again for streams from other nodes, and where first tokens are redrawn")
 
     def _ask_again(self, intake: Intake, reason: LoadFailure, detail: str) -> None:
         text = f"{reason}: {detail}" if detail else str(reason)

@@ -35,6 +35,8 @@ class TransformersModel:
         assert spec.modules is not None
         self.spec, self.head_ids = spec, range(spec.vocab_size)
         self.dtype, self.device = dtype, device
+        # A property of a frozen spec is computed at each read: with 64 layers 0.5 ms a step
+        self._group_of = {window: group for group, window in enumerate(spec.group_windows)}
         # Under a device, transformers reads weights only with the package accelerate
         with device if directory is None else nullcontext():
             self._module = make_modules(parse_config(json.loads(spec.modules.config)), dtype, directory).to(device)
@@ -71,7 +73,7 @@ class TransformersModel:
         def attend(call: LayerCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
             views, width = caches[call.layer], value.shape[-1]
             assert isinstance(views, KeysValues)
-            group = self.spec.group_windows.index(call.window)
+            group = self._group_of[call.window]
             query, key, value = (_as_cached(part, views.keys) for part in (query, key, value))
             write_cache(key, value, views, inputs.slot_mappings[group])
             if call.soft_cap or call.sinks is not None:

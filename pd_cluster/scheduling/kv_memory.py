@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from pd_cluster.scheduling.sequence import KvArrival, SequenceStatus
 from pd_cluster.scheduling.step_budget import is_stream
+from pd_connectors.protocol.layout import KVKind
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable
@@ -56,7 +57,10 @@ class KvMemory:
         self._retract = retract
         self._clock = clock
         self._prefill_s = prefill_s
-        self._watermark = [max(1, len(pool.refs) // WATERMARK_SHARE) for pool in blocks.pools]  # by group
+        # By group. A stream with states takes no more slots: 1% of 900, in 60 GB, would be 580 MB for nothing
+        self._watermark = [
+            1 if pool.group.kind is KVKind.STATE else max(1, len(pool.refs) // WATERMARK_SHARE) for pool in blocks.pools
+        ]
         if blocks.states is not None:
             blocks.states.watermark = self._watermark
         self._refused: Sequence | None = None
@@ -175,12 +179,13 @@ class KvMemory:
 
     def wanted(self, seq: Sequence) -> list[int]:
         """The blocks by group with which a waiting sequence can enter beside the running ones' next tokens."""
-        blocks = self._blocks
-        num_growing = sum(
-            one.table is None or one.num_scheduled_tokens >= blocks.end_of(one.table) for one in self._queues.running
+        blocks, running = self._blocks, self._queues.running
+        num_new = sum(one.table is None for one in running)
+        num_growing = num_new + sum(
+            one.table is not None and one.num_scheduled_tokens >= blocks.end_of(one.table) for one in running
         )
-        pairs = zip(self.needs(seq), self._watermark, strict=True)
-        return [num + spare + num_growing for num, spare in pairs]
+        growing = (num_new if pool.group.kind is KVKind.STATE else num_growing for pool in blocks.pools)
+        return [sum(nums) for nums in zip(self.needs(seq), self._watermark, growing, strict=True)]
 
     def admit(self, seq: Sequence) -> Copies | None:
         """Give a waiting sequence blocks for all of its tokens, so that no prompt is preempted before its end.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,6 +12,7 @@ from pd_cluster.scheduling.batch import Batch, SequenceChunk, SequenceStart
 from pd_cluster.worker.capacity import CUDA_CONTEXT_BYTES, SAMPLES_PER_SEQ
 from pd_cluster.worker.kv_cache import KVCache
 from pd_cluster.worker.warm_up import equal_tables
+from pd_connectors.protocol.layout import KVKind
 from pd_connectors.protocol.slabs import KvSlabs
 
 if TYPE_CHECKING:
@@ -37,8 +39,7 @@ def measure_free_bytes(
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
-    slabs = KvSlabs.of_blocks(layout, -(-budget // layout.block_size) + 1)
-    scratch = KVCache.allocate(layout, slabs, 0, device, states=states)
+    scratch = KVCache.allocate(layout, _scratch_slabs(layout, budget), 0, device, states=states)
     run_largest_step(scratch)
     torch.cuda.synchronize(device)
     peak = torch.cuda.max_memory_allocated(device) - before - scratch.memory.nbytes
@@ -47,6 +48,17 @@ def measure_free_bytes(
     free, total = torch.cuda.mem_get_info(device)
     own = torch.cuda.memory_reserved(device) + CUDA_CONTEXT_BYTES
     return min(total * utilization - own, free) - peak
+
+
+def _scratch_slabs(layout: BlockLayout, budget: int) -> KvSlabs:
+    """Blocks for `budget` tokens and one more, of a STATE group one slot: that of all rows (`equal_tables`).
+
+    129 states, for a budget of 8,192 tokens, would take 20 GB with Qwen3.5 27B.
+    """
+    slabs = KvSlabs.of_blocks(layout, 1)
+    num_blocks = -(-budget // layout.block_size) + 1
+    wanted = (1 if group.kind is KVKind.STATE else num_blocks for group in layout.groups)
+    return replace(slabs, num_slabs=sum(-(-num // most) for num, most in zip(wanted, slabs.per_slab, strict=True)))
 
 
 def run_largest_step(runner: ModelRunner, budget: int, num_seqs: int, max_model_len: int) -> None:

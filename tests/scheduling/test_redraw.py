@@ -50,10 +50,14 @@ class ScriptedConnector(NullConnector):
 
     def __init__(self) -> None:
         self.load_id = ""  # the last one begun
+        self.cancelled: list[str] = []
         self._events = []
 
     def begin_load(self, load_id: str, ticket: Ticket, deadline_s: float) -> None:
         self.load_id = load_id
+
+    def cancel_load(self, load_id: str) -> None:
+        self.cancelled.append(load_id)
 
     def tell(self, *events: Event) -> None:
         self._events += events
@@ -106,6 +110,14 @@ class DecodeNode:
         load, _ = self.world.loads.pop(load_id)
         self.world.write_load(load, self.request, good=True)
         self.hear(LoadDone(load_id, (1,), 0.0))
+
+    def check_declined(self) -> None:
+        """A load was begun only to be cancelled: so P learns that nothing will read its lease."""
+        assert self.connector.cancelled == [self.connector.load_id] == ["r#1"]
+        assert self.transfers.num_orphans == 1
+        self.hear(LoadFailed("r#1", LoadFailure.CANCELLED), LoadDrained("r#1"))
+        assert not self.transfers.num_orphans
+        assert not self.replies
 
     def redraws(self) -> dict[str, float]:
         return {reason: self.transfers.counters[reason.counter] for reason in Redraw}
@@ -170,7 +182,7 @@ def test_a_state_is_taken_over_with_the_first_token_and_not_without() -> None:
     node.world.check_empty()
     for reason in Redraw:
         node = DecodeNode(TICKETS[reason], kv=FULL_WINDOW_STATE)
-        assert node.connector.load_id == "", "no load is begun"
+        node.check_declined()
         node.world.run_until_idle()
         assert node.transfers.counters["prefills_local_total"] == 1
         node.world.check_empty()
@@ -208,10 +220,19 @@ def test_the_second_load_of_a_begun_answer_succeeds_too() -> None:
 
 
 @pytest.mark.parametrize("is_given", [False, True])
-def test_a_begun_answer_is_computed_here_where_a_state_would_have_its_last_token(is_given: bool) -> None:
+def test_a_begun_answer_is_computed_here_where_a_state_would_have_its_last_token(
+    caplog: pytest.LogCaptureFixture, is_given: bool
+) -> None:
+    caplog.set_level("INFO", "pd_cluster.engine")
     asked = msgspec.structs.replace(BEGUN, ticket=WITH_KNOWN) if is_given else BEGUN
     node = DecodeNode(asked.ticket, asked, FULL_WINDOW_STATE)
-    assert not node.replies
+    assert not node.replies, "no P is asked"
+    if is_given:
+        node.check_declined()
+    else:
+        assert not node.connector.load_id
+    [record] = caplog.records
+    assert record.message.startswith("states are computed again")
     check_rest(node)
     assert node.transfers.counters["prefills_local_total"] == 1
 

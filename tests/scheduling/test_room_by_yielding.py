@@ -8,7 +8,7 @@ import pytest
 
 from pd_cluster.protocol.messages import Work
 from pd_cluster.scheduling.sequence import SequenceStatus
-from tests.scheduling.kv_groups import FULL, ONE_FULL, WINDOW, GroupSet
+from tests.scheduling.kv_groups import FULL, ONE_FULL, STATE, WINDOW, GroupSet
 from tests.scheduling.simulation import BLOCK_SIZE, message, prompt
 from tests.scheduling.world import World
 
@@ -126,3 +126,15 @@ def test_room_is_not_asked_for_again_with_each_victim_that_runs(kv: GroupSet, mo
     assert held <= (0 if kv is ONE_FULL else NUM_SEQS)
     world.run_until_idle()
     world.check_empty()
+
+
+def test_running_streams_want_no_further_states() -> None:
+    """Only blocks: a stream writes its state in place. A spare slot is kept for what a fork or a hit needs."""
+    world = full_of_decodes(GroupSet(((FULL, 0), (STATE, 0)), (1, 20)), 400)
+    assert len(world.blocks.pools[1].refs) > 300
+    claimant = world.submit(message("claimant", prompt(3 * BLOCK_SIZE)))
+    memory, [seq] = world.scheduler._memory, claimant.sequences
+    needs = world.blocks.needs_of(3 * BLOCK_SIZE)
+    blocks, states = (a - b for a, b in zip(memory.wanted(seq), needs, strict=True))
+    assert blocks == NUM_SEQS - 1 + 4, "the next blocks of streams, and 1% of all"
+    assert states == 1

@@ -282,9 +282,12 @@ def test_captured_steps_take_no_more_than_is_kept_for_them() -> None:
     assert 2.45e9 < drafted < plain + 0.65e9
 
 
-def test_what_weights_and_the_largest_step_leave_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("states", [(), (KVGroup(KVKind.STATE, (9,), (1, 1 << 20), "float32", 64),)], ids=len)
+def test_what_weights_and_the_largest_step_leave_is_free(
+    monkeypatch: pytest.MonkeyPatch, states: tuple[KVGroup, ...]
+) -> None:
     """A GPU of 80 GB; the weights take 16 GB; the largest step takes 3 GB more beside its own small cache."""
-    layout, scratch = Phases.layout, list[KVCache]()
+    layout, scratch = BlockLayout((*Phases.layout.groups, *states), 1), list[KVCache]()
     figures: dict[str, Any] = {
         "memory_allocated": 16e9, "memory_reserved": 17e9, "mem_get_info": (60e9, 80e9), "empty_cache": None,
         "reset_peak_memory_stats": None, "synchronize": None,
@@ -294,4 +297,7 @@ def test_what_weights_and_the_largest_step_leave_is_free(monkeypatch: pytest.Mon
     monkeypatch.setattr("torch.cuda.max_memory_allocated", lambda device: 19e9 + scratch[0].memory.nbytes)
     free = [measure_free_bytes(layout, 100, scratch.append, share, torch.device("cpu")) for share in (0.5, 0.9, 0.999)]
     assert free == pytest.approx([(limit - 3) * 1e9 for limit in (0.5 * 80 - 17.7, 0.9 * 80 - 17.7, 60)])
-    assert [cache.slabs.num_blocks(0) for cache in scratch] == [8] * 3, "of a budget of 100 tokens, and one more"
+    if states:
+        assert [cache.slabs.num_slabs for cache in scratch] == [2] * 3, "one state, of all rows"
+    else:
+        assert [cache.slabs.num_blocks(0) for cache in scratch] == [8] * 3, "of a budget of 100 tokens, and one more"
