@@ -38,6 +38,9 @@ MODEL_TITLES = {
     "MiniMaxM2ForCausalLM": "MiniMax-M2",
     "Qwen2MoeForCausalLM": "Qwen2-MoE",
     "Qwen3MoeForCausalLM": "Qwen3-MoE",
+    "Qwen3NextForCausalLM": "Qwen3-Next",
+    "Qwen3_5ForCausalLM": "Qwen3.5 to 3.8 (text)",
+    "Qwen3_5MoeForCausalLM": "Qwen3.5 to 3.6 MoE (text)",
 }
 """Titles of architectures. Every other one is called by its name, without the suffix."""
 DEVICE_TITLES = {"cuda": "NVIDIA Hopper (measured on H200)", "cpu": "CPUs"}

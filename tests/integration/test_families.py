@@ -1,7 +1,7 @@
 """Tiny models of some families: transformers' tokens on every path, cold and warm.
 
-Gemma 3 has sliding windows in five layers of six, Mixtral in all. One model is quantized. No family of ours computes
-OLMo 3, so transformers' modules do. With two ranks a node, the families have the tokens of one rank, transformers'.
+Gemma 3 has sliding windows in five layers of six, Mixtral in all. Qwen3-Next and Qwen3.5 keep states. One model is
+quantized. No family of ours computes OLMo 3, so transformers' modules do. With two ranks a node, the families have the tokens of one rank, transformers'.
 
 With PD_TEST_DEVICE=cuda the same in float32 on GPUs, through the kernels for them. The quantized model is left out
 there: float8 products round its activations.
@@ -9,12 +9,14 @@ there: float8 products round its activations.
 
 from __future__ import annotations
 
+from itertools import product
 from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.integration.number_model import save_tokenizer, token_ids
 from tests.integration.system import Path, System, running_system
+from tests.models.state_models import STATE_MODELS
 from tests.worker.conftest import VOCAB_SIZE, ModelStore, SavedModel, save_model
 from tests.worker.driver import random_prompts
 from tests.worker.quantized_models import CASES, save_quantized
@@ -34,25 +36,24 @@ SEED = 7
 SEEDS = {"mixtral-channels": 5}
 
 
-SLOW = ("mixtral", "glm4-experts", "minimax-m2", "mixtral-channels", "olmo3", "gpt-oss-mxfp4")
+SLOW = ("mixtral", "glm4-experts", "minimax-m2", "mixtral-channels", "olmo3", "gpt-oss-mxfp4", "qwen3.5", "qwen3.5-experts")
 
 
 # Each has two KV heads
-RANKED = ("llama", "qwen3-yarn", "gemma3", "qwen3-experts", "gpt-oss-mxfp4")
+RANKED = ("llama", "qwen3-yarn", "gemma3", "qwen3-experts", "gpt-oss-mxfp4", "qwen3-next", "qwen3.5")
 UNEQUAL = ((1, 2), (2, 1))
 
 
 def _cases() -> Iterator[object]:
     """Models, and the ranks of P and of D."""
-    yield pytest.param(("gemma3", 1, 1), id="gemma3")
+    for name in ("gemma3", "qwen3-next"):
+        yield pytest.param((name, 1, 1), id=name)
     for name in SLOW:
         yield pytest.param((name, 1, 1), id=name, marks=pytest.mark.slow)
     for name in RANKED:
         yield pytest.param((name, 2, 2), id=f"{name}-2-ranks", marks=pytest.mark.slow)
-    for prefill, decode in UNEQUAL:
-        yield pytest.param(
-            ("gpt-oss-mxfp4", prefill, decode), id=f"gpt-oss-{prefill}-to-{decode}-ranks", marks=pytest.mark.slow
-        )
+    for name, (prefill, decode) in product(("gpt-oss-mxfp4", "qwen3-next", "qwen3.5"), UNEQUAL):
+        yield pytest.param((name, prefill, decode), id=f"{name}-{prefill}-to-{decode}-ranks", marks=pytest.mark.slow)
 
 
 @pytest.fixture(scope="module", params=_cases())
@@ -67,6 +68,8 @@ def saved(case: tuple[str, int, int], tmp_path_factory: pytest.TempPathFactory) 
     directory, name = tmp_path_factory.mktemp("models"), case[0]
     if name == "olmo3":
         saved = save_model("Olmo3", directory, {"sliding_window": 24, "num_hidden_layers": 4})
+    elif name in STATE_MODELS:
+        saved = save_model(STATE_MODELS[name][0], directory, STATE_MODELS[name][1])
     else:
         saved = save_quantized(CASES[name], directory) if name in CASES else ModelStore(directory).get(name)
     save_tokenizer(saved.directory)

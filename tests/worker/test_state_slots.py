@@ -9,7 +9,7 @@ import pytest
 
 from pd_cluster.protocol.messages import Work
 from pd_cluster.worker.cuda_graphs.graph_sizes import decode_sizes
-from tests.models.state_models import STATE_MODELS, state_families
+from tests.models.state_models import STATE_MODELS
 from tests.worker.conftest import SavedModel, save_model
 from tests.worker.driver import make_executor, random_prompts
 from tests.worker.repeated_graphs import with_graphs
@@ -23,10 +23,9 @@ PIECE = 64
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SavedModel]:
+def saved(tmp_path_factory: pytest.TempPathFactory) -> SavedModel:
     kind, options = STATE_MODELS["qwen3-next"]
-    with state_families():
-        yield save_model(kind, tmp_path_factory.mktemp("state"), options)
+    return save_model(kind, tmp_path_factory.mktemp("state"), options)
 
 
 @pytest.fixture
