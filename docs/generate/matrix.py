@@ -177,7 +177,7 @@ def _models() -> Row:
     others = [
         f"text models that keep states ({', '.join(states)}; tiny random ones on CPU, on a GPU only their kernels)",
         "other decoders that keep no state but keys and values (by transformers' modules: correct, not fast; on a GPU "
-        "only tiny models of six of them were compared)"
+        "only tiny models of six of them were compared)",
     ]
     return Row("models", [*titles.values(), f"mixtures of experts ({', '.join(mixtures)})"], others, [])
 

@@ -1,4 +1,4 @@
-"""Streams of a tiny Qwen3-Next whose decode node dies: another one computes the tokens again and has their states."""
+"""The decode node of a tiny Qwen3-Next's streams dies: another one computes their tokens and has their states."""
 
 from __future__ import annotations
 

@@ -160,8 +160,8 @@ def test_real_sizes() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not GPU, reason="needs a CUDA device")
 def test_a_captured_step_follows_new_slots() -> None:
-    """Captured with padding rows alone."""
-    layer = make_layer(2, 4, 128, 128)
+    """Captured with padding rows alone. A copy from host memory would end the capture, so weights are on the device."""
+    layer = make_layer(2, 4, 128, 128).to(torch.bfloat16, DEVICE)
     plan = make_plan([Part(0, 1, 0, 0)] * 5, DEVICE, is_decode=True)
     tokens = make_tokens(layer, 5).to(torch.bfloat16, DEVICE)
     caches = [on_device(make_cache(layer, 8, (0, 2, 3, 4), torch.bfloat16)) for _ in range(2)]

@@ -157,9 +157,10 @@ def test_the_line_tells_what_sequences_of_a_model_with_windows_hold() -> None:
         "KV of a sequence: 520 of 520 MB with 1,024 tokens, 3,121 of 16,643 MB with 32,768 tokens"
     )
     assert decided("gemma3-27b", H100, NodeConfig())[3].endswith("4,027 of 22,211 MB with 43,731 tokens")
-    assert "KV of a sequence: 87 of 152 MB (66 and 131 of states) with 1,024 tokens, 5,434 of 5,500 MB" in decided(
-        "qwen3.6-35b-a3b-fp8", H200, NodeConfig()
-    )[3]
+    assert (
+        "KV of a sequence: 87 of 152 MB (66 and 131 of states) with 1,024 tokens, 5,434 of 5,500 MB"
+        in decided("qwen3.6-35b-a3b-fp8", H200, NodeConfig())[3]
+    )
 
 
 @pytest.mark.parametrize(("gpu_bytes", "least_tokens"), [(H200, 1_500_000), (H100, 150_000)])

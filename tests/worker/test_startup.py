@@ -38,8 +38,6 @@ from tests.worker.repeated_graphs import ReferenceAttention, Repeater, captured_
 from tests.worker.test_model_files import QWEN3_EXPERTS, spec_of
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from tests.worker.conftest import ModelStore
 
 PHASES = ("load", "free_kv_bytes", "allocate", "warm_up")

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import inf
-from typing import TYPE_CHECKING
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, cast
 
 import pytest
 
+from pd_cluster.errors import StartupError
 from pd_cluster.protocol.messages import Work
 from pd_cluster.worker.cuda_graphs.graph_sizes import decode_sizes
+from pd_kernels.backends import TORCH
 from tests.models.state_models import STATE_MODELS
 from tests.worker.conftest import SavedModel, save_model
 from tests.worker.driver import make_executor, random_prompts
@@ -17,6 +21,8 @@ from tests.worker.scheduled import ScheduledWorker, largest_error
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+    from pd_kernels.state import StateOps
 
 TOLERANCE = 1e-4  # of the logits' deviation, as in tests/models/test_qwen3_next.py
 PIECE = 64
@@ -46,6 +52,17 @@ def shared_prompts(length: int, *ends: int) -> list[list[int]]:
     """Prompts with the same first `length` tokens, and so many more each."""
     head, *tails = random_prompts((length, *ends), 320, seed=length)
     return [[*head, *tail] for tail in tails]
+
+
+def test_states_that_the_kernels_do_not_compute_are_refused_by_name(
+    saved: SavedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the weights are read."""
+    refusing = SimpleNamespace(problem=lambda key_dim, value_dim: f"heads of {key_dim} and {value_dim}")
+    kernels = replace(TORCH, state=cast("StateOps", refusing))
+    monkeypatch.setattr("pd_cluster.worker.device_plan.select_kernels", lambda device: kernels)
+    with pytest.raises(StartupError, match=r"for cpu do not compute the states of Qwen3NextForCausalLM: heads of 16 a"):
+        make_executor(saved.directory)
 
 
 @pytest.mark.parametrize("depth", [1, 2])

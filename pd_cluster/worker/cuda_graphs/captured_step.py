@@ -255,8 +255,8 @@ def make_captured_steps(
 ) -> list[CapturedStep]:
     """Make a step for each size that the attention of every KV group can replay. `num_columns`: logits of a row.
 
-    `no_slot`: of states, no sequence's; then there are steps of decodes only. Steps with decodes only come first. Of each
-    kind the largest step comes first.
+    `no_slot`: of states, no sequence's; then there are steps of decodes only. Steps with decodes only come first. Of
+    each kind the largest step comes first.
     """
     decodes = sorted((size for size in sizes if size.is_plain), key=lambda size: -size.num_seqs)
     mixed = sorted(
