@@ -37,6 +37,7 @@ SEED = 7
 SEEDS = {"mixtral-channels": 5}
 
 
+LOCAL = "pd_prefills_local_total"
 SLOW = (
     "mixtral",
     "glm4-experts",
@@ -118,8 +119,10 @@ def test_tokens_equal_transformers(
          "return_token_ids": True}
         for prompt in prompts
     ]  # fmt: skip
+    before = system.settled_metric("decode", LOCAL)
     for cached in (False, True):
         answers = system.ask_all(path, [("/v1/completions", body) for body in bodies])
         assert [answer.choices[0]["token_ids"] for answer in answers] == expected
         assert {answer.headers["x-pd-decode"] for answer in answers} == {"decode"}
         assert (answers[-1].num_cached_tokens > 0) == cached
+    assert system.settled_metric("decode", LOCAL) == before, "D computed a prompt that P had computed"
