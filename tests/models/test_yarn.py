@@ -15,9 +15,9 @@ from pd_cluster.models.fingerprint import fingerprint
 from pd_cluster.models.registry import ARCHITECTURES, choose_implementation, resolve_spec
 from pd_cluster.models.rope import make_rope_table, rope_frequencies
 from pd_cluster.models.rope_kinds import ROPE_KINDS
-from tests.models.test_scaled_contexts import GEMMA, HERE, LLAMA
 from tests.models.state_models import STATE_MODELS, load
 from tests.models.state_steps import Chunk, StateSteps
+from tests.models.test_scaled_contexts import GEMMA, HERE, LLAMA
 from tests.worker.conftest import GEMMA3_ROPE, MODELS, VOCAB_SIZE, save_model
 from tests.worker.driver import Driver, make_executor, random_prompts
 from tests.worker.watched_executor import WatchedExecutor
