@@ -28,7 +28,7 @@ MIXED = [
     Part(100, 40, 3, 3, ((1, 10),)),
     Part(0, 1, -1, 11),
     Part(62, 2, 4, 12, ((0, 13),)),  # ends with its piece, of which the last inputs are not all new
-    Part(63, 3, 5, 5),
+    Part(62, 3, 5, 5),  # of the second piece, the first input needs one before the step
     Part(191, 1, 6, 6, ((2, 1),)),
 ]
 DECODES = [Part(5, 1, 2, 2), Part(63, 1, 3, 3, ((0, 7),)), Part(0, 1, -1, 8), Part(9, 1, 0, 0), Part(80, 1, 4, 9)]
