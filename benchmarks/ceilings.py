@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from pd_cluster.models.quantization import BYTES_OF_FORM
+from pd_cluster.models.spec import STATE_DISTANCE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -96,22 +97,37 @@ class ModelCosts:
         return experts.num_experts * (1 - (1 - experts.num_chosen / experts.num_experts) ** num_tokens)
 
     def decode_s(self, num_sequences: int, context: float, ceilings: Ceilings) -> float:
-        """Least seconds of a step: reading its weights and its KV once, or the products if they take longer."""
+        """Least seconds of a step: reading its weights and its KV once, or the products if they take longer.
+
+        States are read and written.
+        """
         num_bytes = self._layer_bytes(self.experts_hit(num_sequences))
-        num_bytes += self.head_parameters * _BYTES + num_sequences * self._kv_bytes(context)
+        num_bytes += self.head_parameters * _BYTES + num_sequences * (self._kv_bytes(context) + self._state_bytes)
         return max(num_bytes / ceilings.memory, self._products_s(num_sequences, num_sequences, ceilings))
 
     def prefill_s(self, lengths: Sequence[int], ceilings: Ceilings) -> float:
-        """Least seconds for prompts: products of all tokens, the head for each last token, causal attention."""
+        """Least seconds for prompts: products of all tokens, the head for each last token, causal attention, states.
+
+        Of the delta rule the products of its pieces of 64 tokens count, in bf16, but not the inverse of a piece.
+        """
         s = self.spec
         keys = sum(self._keys_seen(length) for length in lengths)
         attention = 4 * s.num_heads * s.head_dim * keys
+        if (state := s.state) is not None:
+            piece = 4 * STATE_DISTANCE * state.key_dim + 3 * state.key_dim * state.value_dim
+            attention += 2 * len(state.layers) * state.value_heads * piece * sum(lengths)
         return self._products_s(sum(lengths), len(lengths), ceilings) + attention / ceilings.matrix
 
     def _kv_bytes(self, context: float) -> float:
         """Bytes that a decode reads of its cache: of a layer with a window no more than the window."""
         tokens = sum(min(context, window) if window else context for window in self._windows)
         return tokens * self.kv_token_bytes / self.spec.num_layers
+
+    @property
+    def _state_bytes(self) -> float:
+        """Bytes of a sequence's states that a step moves: it reads them and writes them."""
+        state = self.spec.state
+        return 0.0 if state is None else 2 * state.value_heads * state.head_floats(_BYTES) * 4.0
 
     @property
     def _windows(self) -> list[int]:

@@ -102,6 +102,9 @@ _ROWS: dict[str, tuple[GpuRow, ...]] = {
     "70b": _short_rows({1: None, 32: None, 128: None}, (None, None), None),  # on two GPUs or more
     "gpt-oss-20b": _short_rows({1: None, 32: None, 128: None, 256: None}, (None, None), None),
     "gpt-oss-120b": _short_rows({1: None, 8: None, 32: None, 128: None, 256: None}, (None, None), None),
+    "qwen3.6-35b-a3b-fp8": _short_rows({1: None, 32: None, 128: None, 256: None}, (None, None), None),
+    "qwen3-next-80b-fp8": _short_rows({1: None, 8: None, 32: None, 128: None, 256: None}, (None, None), None),
+    "qwen3.8-27b-fp8": _short_rows({1: None, 32: None, 128: None, 256: None}, (None, None), None),
     "70b-fp8": _short_rows({1: None, 32: None, 128: None}, (None, None), None),
 }  # fmt: skip
 SHAPES = {name: Shape(name, CONFIGS[name], rows) for name, rows in _ROWS.items()}

@@ -63,6 +63,26 @@ _FP8_CHANNELS = {
         "input_activations": {"num_bits": 8, "type": "float", "strategy": "token", "symmetric": True, "dynamic": True},
     }},
 }  # fmt: skip
+_QWEN35 = {  # the text model of Qwen3.6-35B-A3B
+    "architectures": ["Qwen3_5MoeForCausalLM"], "model_type": "qwen3_5_moe_text", "hidden_size": 2048,
+    "num_hidden_layers": 40, "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 256, "vocab_size": 248320,
+    "num_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,
+    "max_position_embeddings": 262144, "full_attention_interval": 4, "attn_output_gate": True, "hidden_act": "silu",
+    "output_gate_type": "swish", "mamba_ssm_dtype": "float32", "rms_norm_eps": 1e-6, "dtype": "bfloat16",
+    "bos_token_id": None, "eos_token_id": None, "tie_word_embeddings": False,
+    "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "rope_parameters": {
+        "rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25, "mrope_interleaved": True,
+        "mrope_section": [11, 11, 10],
+    },
+    "quantization_config": {
+        **_FP8_BLOCKS, "modules_to_not_convert": [
+            "lm_head", "model.layers.*.mlp.gate", "model.layers.*.mlp.shared_expert_gate",
+            *(f"model.layers.*.linear_attn.{part}" for part in ("conv1d", "in_proj_a", "in_proj_b", "in_proj_ba")),
+        ],
+    },
+}  # fmt: skip
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "8b": _8B,
@@ -77,6 +97,18 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "gemma3-27b": _GEMMA3_27B,
     "gpt-oss-20b": {**_GPT_OSS, "num_hidden_layers": 24, "num_local_experts": 32},
     "gpt-oss-120b": {**_GPT_OSS, "num_hidden_layers": 36, "num_local_experts": 128},
+    "qwen3.6-35b-a3b-fp8": _QWEN35,
+    "qwen3.8-27b-fp8": {
+        **_QWEN35, "architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text", "hidden_size": 5120,
+        "num_hidden_layers": 64, "num_attention_heads": 24, "num_key_value_heads": 4, "intermediate_size": 17408,
+        "linear_num_value_heads": 48,
+    },
+    "qwen3-next-80b-fp8": {
+        **_QWEN35, "architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next", "num_hidden_layers": 48,
+        "vocab_size": 151936, "num_experts": 512, "num_experts_per_tok": 10, "intermediate_size": 5120,
+        "decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True, "rope_theta": 1e7,
+        "partial_rotary_factor": 0.25, "rope_parameters": None,
+    },
     "70b-fp8": {**_70B, "quantization_config": _FP8_CHANNELS},
     "tiny": {
         **_LLAMA, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -84,7 +116,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "rope_theta": 10000.0, "tie_word_embeddings": True,
     },
 }  # fmt: skip
-"""config.json for shapes of Llama 3.1 and 3.3, Qwen3, Gemma 3 and gpt-oss, and for tests.
+"""config.json for shapes of Llama 3.1 and 3.3, Qwen3, Qwen3-Next, Qwen3.6 and 3.8, Gemma 3 and gpt-oss, and for tests.
 
-Weights in fp8: one scale a tensor (`8b-fp8`), a scale for 128 x 128 numbers (`30b-a3b-fp8`), one a row (`70b-fp8`).
+Weights in fp8: one scale a tensor (`8b-fp8`), a scale for 128 x 128 numbers (`30b-a3b-fp8` and those with states), one
+a row (`70b-fp8`).
 """

@@ -38,6 +38,9 @@ MODEL_TITLES = {
     "MiniMaxM2ForCausalLM": "MiniMax-M2",
     "Qwen2MoeForCausalLM": "Qwen2-MoE",
     "Qwen3MoeForCausalLM": "Qwen3-MoE",
+    "Qwen3NextForCausalLM": "Qwen3-Next",
+    "Qwen3_5ForCausalLM": "Qwen3.5 to 3.8",
+    "Qwen3_5MoeForCausalLM": "Qwen3.5 and 3.6 with experts",
 }
 """Titles of architectures. Every other one is called by its name, without the suffix."""
 DEVICE_TITLES = {"cuda": "NVIDIA Hopper (measured on H200)", "cpu": "CPUs"}
@@ -169,10 +172,12 @@ def rows() -> list[Row]:
 
 def _models() -> Row:
     titles = {name: MODEL_TITLES.get(name, name.removesuffix("ForCausalLM")) for name in ARCHITECTURES}
-    mixtures = [titles.pop(name) for name, architecture in ARCHITECTURES.items() if architecture.rules.experts]
+    states = [titles.pop(name) for name, architecture in ARCHITECTURES.items() if architecture.rules.has_states]
+    mixtures = [titles.pop(name) for name in [*titles] if ARCHITECTURES[name].rules.experts]
     others = [
+        f"text models that keep states ({', '.join(states)}; tiny random ones on CPU, on a GPU only their kernels)",
         "other decoders that keep no state but keys and values (by transformers' modules: correct, not fast; on a GPU "
-        "only tiny models of six of them were compared)"
+        "only tiny models of six of them were compared)",
     ]
     return Row("models", [*titles.values(), f"mixtures of experts ({', '.join(mixtures)})"], others, [])
 

@@ -126,6 +126,7 @@ class Kernels:
     biased_experts: MakeBiasedMix
     captured_forms: frozenset[str]  # names of WeightForms: steps with `biased_experts` of these can be captured
     state: StateOps
+    captures_state: bool  # whether steps with `state` can be captured
     copy_blocks: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
     argmax: Callable[[torch.Tensor], torch.Tensor]
     draw: Callable[[torch.Tensor, Draws], torch.Tensor]
@@ -168,6 +169,7 @@ TORCH = Kernels(
     biased_experts=TorchBiasedMix,
     captured_forms=frozenset(),
     state=TorchState(),
+    captures_state=False,
     copy_blocks=torch_ops.copy_blocks,
     argmax=sampling.argmax,
     draw=sampling.draw,

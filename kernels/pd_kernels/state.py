@@ -58,6 +58,9 @@ class StateOps(Protocol):
     The rows of a token are contiguous, and the distance of tokens is the first stride.
     """
 
+    def problem(self, key_dim: int, value_dim: int) -> str:
+        """Why heads of these sizes cannot be computed; "": they can."""
+
     def convolve(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, cache: StateCache, plan: StatePlan
     ) -> torch.Tensor:

@@ -32,6 +32,10 @@ class _Sequence(NamedTuple):
 class TorchState:
     """A StateOps."""
 
+    def problem(self, key_dim: int, value_dim: int) -> str:
+        """See StateOps: any sizes."""
+        return ""
+
     def convolve(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, cache: StateCache, plan: StatePlan
     ) -> torch.Tensor:

@@ -54,6 +54,7 @@ TRITON = Kernels(
     biased_experts=make_biased_mix,
     captured_forms=frozenset({MXFP4.name}),
     state=TritonState(),
+    captures_state=True,
     copy_blocks=copy_blocks,
     argmax=argmax,
     draw=draw,

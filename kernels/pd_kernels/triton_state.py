@@ -63,6 +63,11 @@ def _norm_kernel(
 class TritonState:
     """A StateOps. Heads' sizes are powers of two of at least 16; keys' up to 128."""
 
+    def problem(self, key_dim: int, value_dim: int) -> str:
+        """See StateOps."""
+        fits = all(size == next_power_of_2(size) and size >= 16 for size in (key_dim, value_dim)) and key_dim <= 128
+        return "" if fits else f"heads of {key_dim} and {value_dim}: not powers of two from 16 on, or keys above 128"
+
     def convolve(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, cache: StateCache, plan: StatePlan
     ) -> torch.Tensor:
@@ -94,9 +99,8 @@ class TritonState:
         scale: float,
     ) -> torch.Tensor:
         """See StateOps. In a step with prompts, sequences of one token take the same kernel as in one without."""
-        sizes = recurrent.shape[2:]
-        if any(size != next_power_of_2(size) or size < 16 for size in sizes) or sizes[0] > 128:
-            raise ValueError(f"heads of {sizes[0]} and {sizes[1]}: not powers of two from 16 on, or keys above 128")
+        if why := self.problem(*recurrent.shape[2:]):
+            raise ValueError(why)
         out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
         if len(v):
             given = (q, k, v, g.contiguous(), beta.contiguous(), recurrent, plan, scale, LENGTH_EPS, out)

@@ -173,18 +173,20 @@ def key_problems(key_file: str) -> Iterator[str]:
 def model_problems(config: NodeConfig, directory: Path) -> Iterator[str]:
     """What cannot be served in the model's directory with these settings."""
     try:
-        yield from _problems_of(in_bounds(config.model), directory)
+        yield from _problems_of(in_bounds(config.model), config.handoff.connector, directory)
     except StartupError as error:
         yield f"--model: {error}"
 
 
-def _problems_of(settings: ModelConfig, directory: Path) -> Iterator[str]:
+def _problems_of(settings: ModelConfig, connector: str, directory: Path) -> Iterator[str]:
     """Raises StartupError, too."""
     check_texts(directory)
     raw = read_json(directory / "config.json")
     spec, _ = choose_implementation(directory, raw, settings.model_impl)
     if settings.max_model_len > spec.max_len:
         yield f"--max-model-len {settings.max_model_len} exceeds the model's own limit of {spec.max_len} tokens"
+    if spec.state is not None and connector in DEFAULT_URLS:
+        yield f"--connector {connector}: a pool takes no states, and {spec.architecture} keeps some"
     if settings.tp > 1:
         yield from _cut_problems(spec, settings.tp)
     read_end_tokens(directory, raw)
@@ -205,6 +207,8 @@ def _cut_problems(spec: ModelSpec, tp: int) -> Iterator[str]:
         parts["activations of a feed-forward"] = spec.intermediate_size
     if spec.experts is not None:
         parts |= {"experts": spec.experts.num_experts, "activations of the shared expert": spec.experts.shared_size}
+    if spec.state is not None:
+        parts["key heads of delta rules"] = spec.state.key_heads
     shard = Shard(0, tp)
     for what, total in [("KV heads", spec.num_kv_heads), *parts.items()]:
         try:

@@ -16,10 +16,6 @@ MISSING_PARTS: Mapping[str, tuple[str, ...]] = {
     "Mamba-2 layers, with a running state for each sequence": (
         "NemotronHForCausalLM", "FalconH1ForCausalLM", "BambaForCausalLM", "GraniteMoeHybridForCausalLM",
     ),
-    "gated delta layers, with a running state for each sequence": (
-        "Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM",
-        "Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration",
-    ),
     "latent attention (MLA) in a family of its own; transformers' modules compute it with plain weights, of a "
     "model_type that they know, and --model-impl transformers says why not here": (
         "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM", "Mistral4ForCausalLM",

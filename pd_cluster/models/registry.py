@@ -136,12 +136,6 @@ _QWEN3_NEXT = ConfigRules(
 _QWEN3_5_MOE = replace(
     _QWEN3_NEXT, experts=ExpertsRules("moe_intermediate_size", normalized=True, is_shared=True)
 )  # fmt: skip
-STATE_ARCHITECTURES: dict[str, Architecture] = {
-    "Qwen3NextForCausalLM": Architecture(_QWEN3_NEXT, "qwen3_next.Qwen3Next"),
-    "Qwen3_5ForCausalLM": Architecture(replace(_QWEN3_NEXT, num_kv_heads=4, experts=None), "qwen3_next.Qwen35"),
-    "Qwen3_5MoeForCausalLM": Architecture(_QWEN3_5_MOE, "qwen3_next.Qwen35"),
-}
-"""Models that compute, but that no engine serves: it has no slots for their states. See MISSING_PARTS."""
 ARCHITECTURES: dict[str, Architecture] = {
     "LlamaForCausalLM": Architecture(ConfigRules(), types=_LLAMA_TYPES),
     "MistralForCausalLM": Architecture(
@@ -156,6 +150,9 @@ ARCHITECTURES: dict[str, Architecture] = {
     "MiniMaxM2ForCausalLM": Architecture(_MINIMAX_M2),
     "Gemma3ForCausalLM": Architecture(_GEMMA3, "gemma3.Gemma3"),
     "GptOssForCausalLM": Architecture(_GPT_OSS, "gpt_oss.GptOss"),
+    "Qwen3NextForCausalLM": Architecture(_QWEN3_NEXT, "qwen3_next.Qwen3Next"),
+    "Qwen3_5ForCausalLM": Architecture(replace(_QWEN3_NEXT, num_kv_heads=4, experts=None), "qwen3_next.Qwen35"),
+    "Qwen3_5MoeForCausalLM": Architecture(_QWEN3_5_MOE, "qwen3_next.Qwen35"),
 }
 
 

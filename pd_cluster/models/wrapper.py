@@ -24,12 +24,9 @@ WRAPPERS = {
     "Gemma3ForConditionalGeneration": Wrapper(
         "Gemma3ForCausalLM", {"vocab_size": 262208, "num_attention_heads": 8}
     ),  # the hub's 4B model leaves both out
-}
-STATE_WRAPPERS = {
     "Qwen3_5ForConditionalGeneration": Wrapper("Qwen3_5ForCausalLM"),
     "Qwen3_5MoeForConditionalGeneration": Wrapper("Qwen3_5MoeForCausalLM"),
 }
-"""Those of the registry's STATE_ARCHITECTURES."""
 _DTYPES = ("dtype", "torch_dtype")
 _OF_BOTH = (*_DTYPES, "tie_word_embeddings", "eos_token_id", "quantization_config")
 """Settings of the wrapper that hold for its text model."""

@@ -189,7 +189,9 @@ class MemoryEstimate:
     def held_line(self, num_tokens: int) -> str:
         """What a decoding sequence of `num_tokens` holds, and what it holds when its prefill begins, for a log."""
         held, whole = self.sequence_bytes(num_tokens), self.prefill_bytes(num_tokens)
-        return f"{held / 1e6:,.0f} of {whole / 1e6:,.0f} MB with {num_tokens:,} tokens"
+        states = f" ({self._state_bytes / 1e6:,.0f} and {STATE_SLOTS * self._state_bytes / 1e6:,.0f} of states)"
+        told = states if self._state_bytes else ""
+        return f"{held / 1e6:,.0f} of {whole / 1e6:,.0f} MB{told} with {num_tokens:,} tokens"
 
     def most_seqs(self, length: int) -> int:
         """The largest captured number of sequences of `length` tokens for which there is room, at least 1.

@@ -92,6 +92,10 @@ class DevicePlan:
         shard.kv_heads(model.spec.num_kv_heads)  # raises before attention is chosen
         shard.part(model.spec.num_heads, "attention heads")
         kernels, dtype = select_kernels(device), DTYPES[model.dtype]
+        if (state := model.spec.state) and (why := kernels.state.problem(state.key_dim, state.value_dim)):
+            raise StartupError(
+                f"the kernels for {device} do not compute the states of {model.spec.architecture}: {why}"
+            )
         if device.type == "cuda":
             config = replace(config, scheduler=capturable(config.scheduler, model.spec, kernels, progress))
         capacity = decide_capacity(config, model.spec, dtype.itemsize, gpu_bytes(device))

@@ -68,6 +68,19 @@ def test_rooflines_of_packed_experts_and_windows() -> None:
         assert found == pytest.approx(expected, rel=0.01)
 
 
+def test_rooflines_of_states() -> None:
+    """As above, beside the field note's."""
+    ceilings = Ceilings(read=4.8e12, copy=4.8e12, matrix=989e12, quantized=1979e12)
+    expected = {
+        "qwen3.6-35b-a3b-fp8": (0.75, 5.78, 11.1, 15.2), "qwen3-next-80b-fp8": (0.83, 9.22, 20.1, 26.1),
+        "qwen3.8-27b-fp8": (5.68, 8.10, 15.6, 25.6),
+    }  # fmt: skip
+    for name, decodes in expected.items():
+        costs = ModelCosts(resolve_spec(Path(), CONFIGS[name]), SHAPES[name].weight_bytes)
+        found = [costs.decode_s(count, 1024, ceilings) * 1e3 for count in (1, 32, 128, 256)]
+        assert found == pytest.approx(decodes, rel=0.04), name
+
+
 def test_so_many_keys_cost_as_much_as_a_token(tmp_path: Path) -> None:
     large, small = costs_of("8b", tmp_path).spec, costs_of("0.6b", tmp_path).spec
     assert (large.keys_per_token, small.keys_per_token) == (5990, 864)

@@ -17,9 +17,13 @@ from pd_cluster.protocol.messages import Abort, AddRequest, FinishReason, Reques
 from pd_cluster.protocol.sampling_params import BeamParams, SamplingParams
 from pd_cluster.worker.device_executor import DeviceExecutor
 from tests.engine.test_core_pipeline import CONFIG, PROMPTS, SAMPLINGS, Bench, make_connector, no_garbage
+from tests.models.state_models import STATE_MODELS
+from tests.worker.conftest import save_model
+from tests.worker.driver import random_prompts
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+    from pathlib import Path
 
     from pd_connectors.base import Connector
 
@@ -39,10 +43,10 @@ Answers = list[list[int]]
 
 
 class Beams:
-    """The demo model under transformers."""
+    """A model under transformers."""
 
-    def __init__(self) -> None:
-        self.model: Any = AutoModelForCausalLM.from_pretrained(CONFIG.model.model, dtype=torch.float32)
+    def __init__(self, directory: str = CONFIG.model.model) -> None:
+        self.model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
         self._known: dict[tuple[Any, ...], Answers] = {}
 
     def answers(self, prompt: Sequence[int], sampling: SamplingParams) -> Answers:
@@ -118,6 +122,27 @@ def test_searches_beside_each_other_equal_transformers(
         assert bench.stats is not None
         num_preempted += sum(bench.stats.counters[f"preemptions_{kind}_total"] for kind in ("recompute", "swap"))
     assert num_preempted > 0
+
+
+@pytest.mark.slow
+def test_searches_of_a_model_with_states_equal_transformers(tmp_path: Path) -> None:
+    """A beam goes on from another one's state, which goes on as well, also over the end of a piece of 64 tokens."""
+    kind, options = STATE_MODELS["qwen3-next"]
+    save_model(kind, tmp_path, options)
+    config = replace(
+        CONFIG, model=replace(CONFIG.model, model=str(tmp_path)), cache=replace(CONFIG.cache, num_blocks=96),
+        scheduler=replace(CONFIG.scheduler, max_num_seqs=16),
+    )  # fmt: skip
+    executor, prompts = DeviceExecutor.started(config, lambda text: None), random_prompts((9, 60, 70), 320)
+    for connector in make_connector(executor):
+        bench = Bench(executor, connector, "on")
+        for case, prompt in enumerate(prompts):
+            bench.send(AddRequest(f"b{case}", prompt, beam_sampling(case)))
+        bench.run()
+        reference = Beams(str(tmp_path))
+        for case, prompt in enumerate(prompts):
+            check(bench, reference, f"b{case}", prompt, beam_sampling(case))
+    executor.close()
 
 
 @pytest.mark.parametrize("adopts", [True, False], ids=["candidates of P", "other parameters at P"])

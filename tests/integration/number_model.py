@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from tests.integration.system import Answer
 
 
-def save_tokenizer(directory: Path) -> None:
-    """Beside a model of VOCAB_SIZE tokens."""
-    tokenizer = Tokenizer(models.WordLevel({str(index): index for index in range(VOCAB_SIZE)}, unk_token="0"))
+def save_tokenizer(directory: Path, vocab_size: int = VOCAB_SIZE) -> None:
+    """Beside a model of so many tokens."""
+    tokenizer = Tokenizer(models.WordLevel({str(index): index for index in range(vocab_size)}, unk_token="0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     (directory / "tokenizer.json").write_text(tokenizer.to_str())
     about = {"backend": "tokenizers", "tokenizer_class": "PreTrainedTokenizerFast"}

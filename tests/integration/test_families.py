@@ -1,7 +1,8 @@
 """Tiny models of some families: transformers' tokens on every path, cold and warm.
 
-Gemma 3 has sliding windows in five layers of six, Mixtral in all. One model is quantized. No family of ours computes
-OLMo 3, so transformers' modules do. With two ranks a node, the families have the tokens of one rank, transformers'.
+Gemma 3 has sliding windows in five layers of six, Mixtral in all. Qwen3-Next and Qwen3.5 keep states. One model is
+quantized. No family of ours computes OLMo 3, so transformers' modules do. With two ranks a node, the families have the
+tokens of one rank, transformers'.
 
 With PD_TEST_DEVICE=cuda the same in float32 on GPUs, through the kernels for them. The quantized model is left out
 there: float8 products round its activations.
@@ -9,12 +10,14 @@ there: float8 products round its activations.
 
 from __future__ import annotations
 
+from itertools import product
 from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.integration.number_model import save_tokenizer, token_ids
+from tests.integration.number_model import save_tokenizer
 from tests.integration.system import Path, System, running_system
+from tests.models.state_models import STATE_MODELS
 from tests.worker.conftest import VOCAB_SIZE, ModelStore, SavedModel, save_model
 from tests.worker.driver import random_prompts
 from tests.worker.quantized_models import CASES, save_quantized
@@ -34,25 +37,34 @@ SEED = 7
 SEEDS = {"mixtral-channels": 5}
 
 
-SLOW = ("mixtral", "glm4-experts", "minimax-m2", "mixtral-channels", "olmo3", "gpt-oss-mxfp4")
+LOCAL = "pd_prefills_local_total"
+SLOW = (
+    "mixtral",
+    "glm4-experts",
+    "minimax-m2",
+    "mixtral-channels",
+    "olmo3",
+    "gpt-oss-mxfp4",
+    "qwen3.5",
+    "qwen3.5-experts",
+)
 
 
 # Each has two KV heads
-RANKED = ("llama", "qwen3-yarn", "gemma3", "qwen3-experts", "gpt-oss-mxfp4")
+RANKED = ("llama", "qwen3-yarn", "gemma3", "qwen3-experts", "gpt-oss-mxfp4", "qwen3-next", "qwen3.5")
 UNEQUAL = ((1, 2), (2, 1))
 
 
 def _cases() -> Iterator[object]:
     """Models, and the ranks of P and of D."""
-    yield pytest.param(("gemma3", 1, 1), id="gemma3")
+    for name in ("gemma3", "qwen3-next"):
+        yield pytest.param((name, 1, 1), id=name)
     for name in SLOW:
         yield pytest.param((name, 1, 1), id=name, marks=pytest.mark.slow)
     for name in RANKED:
         yield pytest.param((name, 2, 2), id=f"{name}-2-ranks", marks=pytest.mark.slow)
-    for prefill, decode in UNEQUAL:
-        yield pytest.param(
-            ("gpt-oss-mxfp4", prefill, decode), id=f"gpt-oss-{prefill}-to-{decode}-ranks", marks=pytest.mark.slow
-        )
+    for name, (prefill, decode) in product(("gpt-oss-mxfp4", "qwen3-next", "qwen3.5"), UNEQUAL):
+        yield pytest.param((name, prefill, decode), id=f"{name}-{prefill}-to-{decode}-ranks", marks=pytest.mark.slow)
 
 
 @pytest.fixture(scope="module", params=_cases())
@@ -63,10 +75,16 @@ def case(request: pytest.FixtureRequest) -> tuple[str, int, int]:
 
 @pytest.fixture(scope="module")
 def saved(case: tuple[str, int, int], tmp_path_factory: pytest.TempPathFactory) -> SavedModel:
-    """A checkpoint in the hub's format with a tokenizer in which each id is a number."""
+    """A checkpoint in the hub's format with a tokenizer in which each id is a number.
+
+    Texts may lack the blanks between them: transformers gives Qwen3.5 a decoder of bytes, whatever the files say.
+    """
     directory, name = tmp_path_factory.mktemp("models"), case[0]
     if name == "olmo3":
         saved = save_model("Olmo3", directory, {"sliding_window": 24, "num_hidden_layers": 4})
+    elif name in STATE_MODELS:
+        kind, options = STATE_MODELS[name]
+        saved = save_model(kind, directory, {**options, "linear_value_head_dim": 32})  # a size that GPUs compute, too
     else:
         saved = save_quantized(CASES[name], directory) if name in CASES else ModelStore(directory).get(name)
     save_tokenizer(saved.directory)
@@ -97,11 +115,14 @@ def test_tokens_equal_transformers(
     path: Path, system: System, prompts: list[list[int]], expected: list[list[int]]
 ) -> None:
     bodies = [
-        {"prompt": prompt, "max_tokens": NUM_TOKENS, "temperature": 0, "ignore_eos": True, "cache_salt": path.value}
+        {"prompt": prompt, "cache_salt": path.value, "max_tokens": NUM_TOKENS, "temperature": 0, "ignore_eos": True,
+         "return_token_ids": True}
         for prompt in prompts
-    ]
+    ]  # fmt: skip
+    before = system.settled_metric("decode", LOCAL)
     for cached in (False, True):
         answers = system.ask_all(path, [("/v1/completions", body) for body in bodies])
-        assert [token_ids(answer) for answer in answers] == expected
+        assert [answer.choices[0]["token_ids"] for answer in answers] == expected
         assert {answer.headers["x-pd-decode"] for answer in answers} == {"decode"}
         assert (answers[-1].num_cached_tokens > 0) == cached
+    assert system.settled_metric("decode", LOCAL) == before, "D computed a prompt that P had computed"

@@ -28,14 +28,15 @@ WIDE = dict.fromkeys(
 )  # fmt: skip
 NUMBERS = dict.fromkeys(("scale", "eps"), "fp32")
 SIZE = {"KEYS": 128, "SIZE": PIECE, "PRECISION": PIECES_TILE.precision}
-CONVOLVED = {"WIDTH": 4, "CHANNELS": 128, "BIAS": True, "SAVES": True}
+CONVOLVED = {"KEYS": 2048, "KEY_DIM": 128, "VALUES": 256, "WIDTH": 4, "BIAS": False, "SAVES": True}
 
 
 def compile_kernel(kernel: Any, constants: dict[str, Any], **options: Any) -> str:
     """PTX."""
     names, known = kernel.arg_names, {**PLACES, **ROWS, **WIDE, **NUMBERS}
+    constants = {name: value for name, value in constants.items() if name in names}
     types = {name: "constexpr" if name in constants else known.get(name, "i32") for name in names}
-    aligned = [name for name in names if types[name].startswith("*") or name.endswith("_stride")]
+    aligned = [name for name in names if types[name].startswith("*") or name.endswith(("_stride", "_channels"))]
     source = ASTSource(
         kernel, types, constants, {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
     )  # fmt: skip
@@ -51,14 +52,16 @@ def main() -> None:
     knobs.nvidia.dump_ptxas_log = True
     decode = {"KEYS": 128, "VALUES": 128, "PART": DECODE_TILE.values, "MIXED": False, "SAVES": True, "EARLY": True}
     early: dict[str, Any] = {"num_warps": DECODE_TILE.num_warps, "launch_pdl": True}
-    pieces = {**CONVOLVED, "SIZE": PIECE}
+    pieces = {**CONVOLVED, "SIZE": PIECE, "CHANNELS": triton_convolution.PIECE_CHANNELS}
+    pieces["ROWS"] = triton_convolution.PIECE_ROWS
+    convolved = {**CONVOLVED, "CHANNELS": triton_convolution.DECODE_CHANNELS}
     found = {
         "decode": compile_kernel(_decode_kernel, decode, **early),
         "triangles": compile_kernel(_triangles_kernel, SIZE, num_warps=PIECES_TILE.triangle_warps),
         "states": compile_states(PIECES_TILE),
-        "convolved pieces": compile_kernel(triton_convolution._pieces_kernel, pieces, num_warps=8),
-        "convolved states": compile_kernel(triton_convolution._states_kernel, {"WIDTH": 4, "CHANNELS": 512}),
-        "convolved decodes": compile_kernel(triton_convolution._decode_kernel, {**CONVOLVED, "EARLY": True}, **early),
+        "convolved pieces": compile_kernel(triton_convolution._pieces_kernel, pieces, num_warps=4),
+        "convolved states": compile_kernel(triton_convolution._states_kernel, convolved),
+        "convolved decodes": compile_kernel(triton_convolution._decode_kernel, {**convolved, "EARLY": True}, **early),
         "gates": compile_kernel(_gates_kernel, {"TILE": 1024, "EARLY": True}, **early),
         "norms": compile_kernel(_norm_kernel, {"SIZE": 128, "COLUMNS": 128, "ROWS": 8, "EARLY": True}, **early),
     }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -39,6 +39,9 @@ class Layer:
     @property
     def channels(self) -> int:
         return self.weight.shape[0]
+
+    def to(self, dtype: torch.dtype, device: torch.device) -> Layer:
+        return replace(self, weight=self.weight.to(device, dtype), bias=self.bias.to(device, dtype))
 
 
 class Tokens(NamedTuple):

@@ -28,7 +28,7 @@ MIXED = [
     Part(100, 40, 3, 3, ((1, 10),)),
     Part(0, 1, -1, 11),
     Part(62, 2, 4, 12, ((0, 13),)),  # ends with its piece, of which the last inputs are not all new
-    Part(63, 3, 5, 5),
+    Part(62, 3, 5, 5),  # of the second piece, the first input needs one before the step
     Part(191, 1, 6, 6, ((2, 1),)),
 ]
 DECODES = [Part(5, 1, 2, 2), Part(63, 1, 3, 3, ((0, 7),)), Part(0, 1, -1, 8), Part(9, 1, 0, 0), Part(80, 1, 4, 9)]
@@ -160,8 +160,8 @@ def test_real_sizes() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not GPU, reason="needs a CUDA device")
 def test_a_captured_step_follows_new_slots() -> None:
-    """Captured with padding rows alone."""
-    layer = make_layer(2, 4, 128, 128)
+    """Captured with padding rows alone. A copy from host memory would end the capture, so weights are on the device."""
+    layer = make_layer(2, 4, 128, 128).to(torch.bfloat16, DEVICE)
     plan = make_plan([Part(0, 1, 0, 0)] * 5, DEVICE, is_decode=True)
     tokens = make_tokens(layer, 5).to(torch.bfloat16, DEVICE)
     caches = [on_device(make_cache(layer, 8, (0, 2, 3, 4), torch.bfloat16)) for _ in range(2)]

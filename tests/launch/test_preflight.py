@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from benchmarks.shapes import CONFIGS
 from pd_cluster.config import CacheConfig, HandoffConfig, ModelConfig, NodeConfig, ServerConfig
 from pd_cluster.launch.cli import main
 from pd_cluster.launch.model_path import DEMO_MODEL
@@ -223,6 +224,18 @@ def test_what_ranks_cannot_share_is_named(tmp_path: Path) -> None:
                     architectures=["Qwen3MoeForCausalLM"], model_type="qwen3_moe") == [
         "--tp 4: 6 experts cannot be split evenly over 4 ranks"
     ]  # fmt: skip
+
+
+def test_what_models_with_states_do_not_serve_is_named(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIGS["qwen3.8-27b-fp8"]))
+    config = NodeConfig(
+        model=ModelConfig(load_format="dummy", tp=32), handoff=HandoffConfig(connector="mooncake", pool_url="")
+    )
+    assert list(model_problems(config, tmp_path)) == [
+        "--connector mooncake: a pool takes no states, and Qwen3_5ForCausalLM keeps some",
+        "--tp 32: 24 query heads cannot be split evenly over 32 ranks",
+        "--tp 32: 16 key heads of delta rules cannot be split evenly over 32 ranks",
+    ]
 
 
 @pytest.mark.long

@@ -1,21 +1,17 @@
-"""Tiny random models that keep states, in transformers' format, and the rows that let our families load them."""
+"""Tiny random models that keep states, in transformers' format."""
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-import pytest
 import torch
 
 from pd_cluster.models.directory import read_json
-from pd_cluster.models.registry import ARCHITECTURES, STATE_ARCHITECTURES, build_model, resolve_spec
+from pd_cluster.models.registry import build_model, resolve_spec
 from pd_cluster.models.weights import load_weights
-from pd_cluster.models.wrapper import STATE_WRAPPERS, WRAPPERS
 from pd_kernels.backends import TORCH, Kernels
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
     from pd_cluster.models.model import Model
@@ -38,17 +34,6 @@ STATE_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3.5": ("Qwen3_5", {**_DELTA, "rope_parameters": _MROPE, "linear_num_value_heads": 6}),
     "qwen3.5-experts": ("Qwen3_5Moe", {**_DELTA, **_EXPERTS, "linear_conv_kernel_dim": 3}),
 }
-
-
-@contextmanager
-def state_families() -> Iterator[None]:
-    """Models with states can be built, as if they were served."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name, architecture in STATE_ARCHITECTURES.items():
-            patch.setitem(ARCHITECTURES, name, architecture)
-        for name, wrapper in STATE_WRAPPERS.items():
-            patch.setitem(WRAPPERS, name, wrapper)
-        yield
 
 
 def load(

@@ -16,7 +16,7 @@ from pd_cluster.models.weights import fill_at_random
 from pd_kernels.state import PIECE, StateCache
 from tests.models.paged_steps import serve_steps
 from tests.models.rank_weights import UNROUNDED
-from tests.models.state_models import STATE_MODELS, load, state_families
+from tests.models.state_models import STATE_MODELS, load
 from tests.models.state_steps import Chunk, StateSteps
 from tests.models.test_cut_models import check_equal
 from tests.models.thread_ranks import run_ranks
@@ -25,7 +25,7 @@ from tests.worker.driver import random_prompts
 from tests.worker.quantized_models import BLOCKS, QuantizedCase, compressed, save_quantized
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from pd_cluster.models.model_share import ModelShare
     from tests.models.paged_steps import ServedSteps
@@ -33,12 +33,6 @@ if TYPE_CHECKING:
 TOLERANCE = 1e-4  # of the logits' deviation: transformers multiplies pieces of 64 tokens
 ROUNDED = 0.3  # where a row is rounded to float8 apart
 TABLES = [list(range(16 * row, 16 * row + 16)) for row in range(4)]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def families() -> Iterator[None]:
-    with state_families():
-        yield
 
 
 @pytest.fixture(scope="module")

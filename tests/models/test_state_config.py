@@ -11,14 +11,12 @@ import torch
 
 from pd_cluster.errors import StartupError
 from pd_cluster.models.fingerprint import fingerprint
-from pd_cluster.models.registry import STATE_ARCHITECTURES, resolve_spec
+from pd_cluster.models.registry import resolve_spec
 from pd_cluster.models.spec import ModelSpec, RopeSpec, StateSpec
 from pd_cluster.models.state_views import state_caches
 from pd_cluster.models.tensor_names import match_slots
-from pd_cluster.models.wrapper import STATE_WRAPPERS
 from pd_connectors.protocol.layout import BlockLayout, KVKind
 from pd_connectors.protocol.slices import plan_slices
-from tests.models.state_models import state_families
 
 _ROPE = {
     "rope_type": "default", "rope_theta": 10000000, "partial_rotary_factor": 0.25, "mrope_interleaved": True,
@@ -60,8 +58,7 @@ PUBLISHED: dict[str, tuple[dict[str, Any], float, float, int]] = {
 def spec_of(config: dict[str, Any], **changes: Any) -> ModelSpec:
     """Of the text model, with `changes`."""
     text = {**config.get("text_config", config), **changes}
-    with state_families():
-        return resolve_spec(Path(), {**config, "text_config": text} if "text_config" in config else text)
+    return resolve_spec(Path(), {**config, "text_config": text} if "text_config" in config else text)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -167,7 +164,3 @@ def test_experts_of_one_tensor_and_single_ones_are_told_apart() -> None:
     assert match_slots([*single, fused[0]], slots, tied_embeddings=False)[1]["stored twice"] == {*single} - {
         f"{block}.{expert}.down_proj.weight" for expert in (0, 1)
     }
-
-
-def test_wrappers_are_of_models_that_keep_states() -> None:
-    assert {wrapper.text_architecture for wrapper in STATE_WRAPPERS.values()} <= set(STATE_ARCHITECTURES)

@@ -15,6 +15,8 @@ from pd_cluster.models.fingerprint import fingerprint
 from pd_cluster.models.registry import ARCHITECTURES, choose_implementation, resolve_spec
 from pd_cluster.models.rope import make_rope_table, rope_frequencies
 from pd_cluster.models.rope_kinds import ROPE_KINDS
+from tests.models.state_models import STATE_MODELS, load
+from tests.models.state_steps import Chunk, StateSteps
 from tests.models.test_scaled_contexts import GEMMA, HERE, LLAMA
 from tests.worker.conftest import GEMMA3_ROPE, MODELS, VOCAB_SIZE, save_model
 from tests.worker.driver import Driver, make_executor, random_prompts
@@ -40,6 +42,12 @@ ROPES: dict[str, dict[str, Any]] = {
     "gemma3": {**GEMMA3_ROPE, "full_attention": YARN},
     "gpt-oss": {**YARN, "truncate": False},
 }
+PART: dict[str, Any] = {**YARN, "partial_rotary_factor": 0.5}
+STATE_ROPES: dict[str, dict[str, Any]] = {
+    "qwen3-next": PART,
+    "qwen3.5": {**PART, "mrope_section": [2, 1, 1], "mrope_interleaved": True},
+    "qwen3.5-experts": {**PART, "truncate": False, "mrope_section": [2, 1, 1]},
+}
 LENGTHS = (5, 16, 63, 66, 120)  # around the block and the original context
 NUM_TOKENS = 12
 GPT_OSS = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
@@ -47,7 +55,8 @@ GPT_OSS = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 
 
 
 def test_every_family_has_yarn_here() -> None:
-    assert {f"{MODELS[name][0]}ForCausalLM" for name in ROPES} == set(ARCHITECTURES)
+    kinds = [*(MODELS[name][0] for name in ROPES), *(STATE_MODELS[name][0] for name in STATE_ROPES)]
+    assert {f"{kind}ForCausalLM" for kind in kinds} == set(ARCHITECTURES)
 
 
 @pytest.mark.parametrize("name", list(ROPES))
@@ -77,6 +86,19 @@ def test_logits_and_tokens_equal_transformers(tmp_path: Path, name: str) -> None
         assert (found - expected).abs().max() <= 1e-5 * expected.std()
         assert generation.all_ids[len(generation.prompt) :] == expected.argmax(-1).tolist()
     executor.close()
+
+
+@pytest.mark.parametrize("name", list(STATE_ROPES))
+def test_logits_of_models_with_states_equal_transformers(tmp_path: Path, name: str) -> None:
+    kind, options = STATE_MODELS[name]
+    changes = {"rope_parameters": deepcopy(STATE_ROPES[name]), "max_position_embeddings": ORIGINAL}
+    saved, (ids,) = save_model(kind, tmp_path, {**options, **changes}), random_prompts(LENGTHS[-1:], VOCAB_SIZE)
+    model = load(tmp_path)
+    assert model.spec.max_len == ORIGINAL * 4
+    found = StateSteps(model).step(Chunk(ids, 0, list(range(8)), 0))
+    with torch.inference_mode():
+        expected = saved.model(torch.tensor([ids])).logits[0]
+    assert (found - expected).abs().max() <= 1e-4 * expected.std()
 
 
 def read(settings: dict[str, Any], theta: float, max_len: int) -> RopeSpec:

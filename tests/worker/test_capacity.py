@@ -15,7 +15,8 @@ from pd_cluster.worker.capacity import MemoryEstimate, decide_capacity, longest_
 
 H200, H100, SMALL = 150.1e9, 85.0e9, 25.4e9  # bytes of memory
 SPECS = {
-    shape: resolve_spec(Path(), CONFIGS[shape]) for shape in ("8b", "0.6b", "gemma3-27b", "gpt-oss-20b", "gpt-oss-120b")
+    shape: resolve_spec(Path(), CONFIGS[shape])
+    for shape in ("8b", "0.6b", "gemma3-27b", "gpt-oss-20b", "gpt-oss-120b", "qwen3.6-35b-a3b-fp8")
 }
 BF16 = 2
 
@@ -156,6 +157,10 @@ def test_the_line_tells_what_sequences_of_a_model_with_windows_hold() -> None:
         "KV of a sequence: 520 of 520 MB with 1,024 tokens, 3,121 of 16,643 MB with 32,768 tokens"
     )
     assert decided("gemma3-27b", H100, NodeConfig())[3].endswith("4,027 of 22,211 MB with 43,731 tokens")
+    assert (
+        "KV of a sequence: 87 of 152 MB (66 and 131 of states) with 1,024 tokens, 5,434 of 5,500 MB"
+        in decided("qwen3.6-35b-a3b-fp8", H200, NodeConfig())[3]
+    )
 
 
 @pytest.mark.parametrize(("gpu_bytes", "least_tokens"), [(H200, 1_500_000), (H100, 150_000)])

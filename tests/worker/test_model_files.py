@@ -16,6 +16,7 @@ from pd_cluster.models.fingerprint import fingerprint
 from pd_cluster.models.registry import ARCHITECTURES, resolve_spec
 from pd_cluster.models.rope import rope_frequencies
 from pd_cluster.models.spec import ExpertsSpec, ModelSpec, RopeSpec
+from tests.models.state_models import STATE_MODELS
 from tests.worker.conftest import MODELS, ModelStore
 from tests.worker.driver import Driver, make_executor
 
@@ -374,4 +375,5 @@ def test_fingerprint_sees_weights_and_meaning_but_not_lengths_and_paths(models: 
 
 
 def test_every_family_has_a_model_in_these_tests() -> None:
-    assert {f"{kind}ForCausalLM" for kind, _ in MODELS.values()} == set(ARCHITECTURES)
+    kinds = {kind for kind, _ in [*MODELS.values(), *STATE_MODELS.values()]}  # the latter: test_state_slots.py
+    assert {f"{kind}ForCausalLM" for kind in kinds} == set(ARCHITECTURES)

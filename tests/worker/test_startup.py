@@ -5,14 +5,17 @@ from __future__ import annotations
 import gc
 import weakref
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 import torch
 
+from benchmarks.shapes import CONFIGS
 from pd_cluster.config import CacheConfig, ModelConfig, NodeConfig, SchedulerConfig
 from pd_cluster.errors import StartupError
+from pd_cluster.models.registry import resolve_spec
 from pd_cluster.worker.cuda_graphs.graph_sizes import decode_sizes, step_sizes
 from pd_cluster.worker.cuda_graphs.set_up import DRAFT_GRAPH_BYTES, capturable, captured_bytes, captures_steps
 from pd_cluster.worker.device_executor import DeviceExecutor, DeviceLoaded, run_phases
@@ -35,8 +38,6 @@ from tests.worker.repeated_graphs import ReferenceAttention, Repeater, captured_
 from tests.worker.test_model_files import QWEN3_EXPERTS, spec_of
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from tests.worker.conftest import ModelStore
 
 PHASES = ("load", "free_kv_bytes", "allocate", "warm_up")
@@ -248,6 +249,17 @@ def test_steps_with_experts_are_captured_if_their_kernel_can_be(tmp_path: Path) 
     assert (limits.depth_on("cuda"), uncaptured.depth_on("cuda")) == (2, 1)
     assert lines == [
         "no captured steps: the experts of Qwen3MoeForCausalLM are computed by a kernel that waits for the host"
+    ]
+
+
+def test_steps_with_states_are_captured_if_their_kernel_can_be() -> None:
+    limits, lines = SchedulerConfig(), list[str]()
+    spec = resolve_spec(Path(), CONFIGS["qwen3.8-27b-fp8"])
+    assert capturable(limits, spec, replace(TORCH, captures_state=True), lines.append) is limits
+    assert not lines
+    assert not capturable(limits, spec, TORCH, lines.append).cuda_graphs
+    assert lines == [
+        "no captured steps: the states of Qwen3_5ForCausalLM are computed by a kernel that waits for the host"
     ]
 
 

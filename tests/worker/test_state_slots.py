@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import inf
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 import torch
@@ -15,8 +16,9 @@ from pd_cluster.errors import StartupError
 from pd_cluster.protocol.messages import Work
 from pd_cluster.protocol.sampling_params import BeamParams
 from pd_cluster.worker.cuda_graphs.graph_sizes import decode_sizes
+from pd_kernels.backends import TORCH
 from tests.engine.test_core_pipeline import FakeMailbox
-from tests.models.state_models import STATE_MODELS, state_families
+from tests.models.state_models import STATE_MODELS
 from tests.worker.conftest import SavedModel, save_model
 from tests.worker.driver import make_executor, random_prompts
 from tests.worker.repeated_graphs import with_graphs
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from pd_cluster.worker.logits_stages.stage import StageContext
+    from pd_kernels.state import StateOps
 
 
 TOLERANCE = 1e-4  # of the logits' deviation, as in tests/models/test_qwen3_next.py
@@ -34,10 +37,9 @@ PIECE = 64
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SavedModel]:
+def saved(tmp_path_factory: pytest.TempPathFactory) -> SavedModel:
     kind, options = STATE_MODELS["qwen3-next"]
-    with state_families():
-        yield save_model(kind, tmp_path_factory.mktemp("state"), options)
+    return save_model(kind, tmp_path_factory.mktemp("state"), options)
 
 
 @pytest.fixture
@@ -58,6 +60,17 @@ def shared_prompts(length: int, *ends: int) -> list[list[int]]:
     """Prompts with the same first `length` tokens, and so many more each."""
     head, *tails = random_prompts((length, *ends), 320, seed=length)
     return [[*head, *tail] for tail in tails]
+
+
+def test_states_that_the_kernels_do_not_compute_are_refused_by_name(
+    saved: SavedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the weights are read."""
+    refusing = SimpleNamespace(problem=lambda key_dim, value_dim: f"heads of {key_dim} and {value_dim}")
+    kernels = replace(TORCH, state=cast("StateOps", refusing))
+    monkeypatch.setattr("pd_cluster.worker.device_plan.select_kernels", lambda device: kernels)
+    with pytest.raises(StartupError, match=r"for cpu do not compute the states of Qwen3NextForCausalLM: heads of 16 a"):
+        make_executor(saved.directory)
 
 
 @pytest.mark.parametrize("depth", [1, 2])

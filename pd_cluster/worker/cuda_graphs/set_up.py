@@ -41,6 +41,10 @@ def capturable(
         progress(
             f"no captured steps: the experts of {spec.architecture} are computed by a kernel that waits for the host"
         )
+    elif spec.state is not None and not kernels.captures_state:
+        progress(
+            f"no captured steps: the states of {spec.architecture} are computed by a kernel that waits for the host"
+        )
     else:
         return limits
     overlap = "off" if limits.async_scheduling == "auto" else limits.async_scheduling
