@@ -56,7 +56,7 @@ class ScriptedConnector(NullConnector):
     def begin_load(self, load_id: str, ticket: Ticket, deadline_s: float) -> None:
         self.load_id = load_id
 
-    def cancel_load(self, load_id: str) -> None:
+    def cancel_load(self, load_id: str, reason: LoadFailure = LoadFailure.CANCELLED) -> None:
         self.cancelled.append(load_id)
 
     def tell(self, *events: Event) -> None:
