@@ -24,7 +24,8 @@ from math import inf
 from typing import TYPE_CHECKING
 
 from pd_cluster.scheduling.copy_room import CopyRoom
-from pd_cluster.scheduling.sequence_room import most_held
+from pd_cluster.scheduling.sequence_room import STATE_SLOTS, most_held
+from pd_connectors.protocol.layout import KVKind
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -42,6 +43,8 @@ COPY_SHARE = 1.0, 0.5  # without streams, and beside them
 # Blocks that are copied before they are evicted: those that a step of prompts fills and LEAST_AHEAD more, for decodes.
 # Or 1 / AHEAD_SHARE of a group's; where it has victims at most MOST_AHEAD: so many loads, 16,384 tokens, wait for none
 LEAST_AHEAD, AHEAD_SHARE, MOST_AHEAD = 8, 16, 256
+# Of states, 77 MB each: two prompts that enter in a step, or one and what 128 streams keep in it, evict so many
+STATES_AHEAD = 2 * STATE_SLOTS
 STEPS_AHEAD = 2  # victims are saved when so many steps of prompts may reach their blocks
 LOAD_WAIT_S = 0.002  # until the step after one that only loads: it is planned, launched and retired
 
@@ -176,23 +179,31 @@ class HostCopies:
         would copy the same ones again and again. `clean_to`: of all blocks that have left the order of eviction or
         will, so many have a copy. So the order is looked at again only when a part of them has left it.
         """
-        share = min(len(pool.refs) // AHEAD_SHARE, MOST_AHEAD if len(self._pools) == 1 else len(pool.refs))
-        ahead = max(most_held(pool.group, self.step_tokens) + LEAST_AHEAD, share)
         cache, own = pool.cache, self._groups[pool.index]
-        ahead = min(ahead, own.num_blocks // 2) - pool.num_spare
+        ahead = min(self._num_ahead(pool), own.num_blocks // 2) - pool.num_spare
         spare = ahead // 4
+        num_clean = ahead + spare
         num_let_go = cache.num_left + cache.num_evictable  # what comes after these has no copy
         if ahead <= 0 or min(cache.num_left + ahead, num_let_go) <= own.clean_to:
             return
-        for block_id, block_hash in cache.oldest(ahead + spare):
+        for place, (block_id, block_hash) in enumerate(cache.oldest(ahead + spare)):
             if block_hash in own.cached:
                 own.cached.move_to_end(block_hash)
+                continue
+            if block_hash in pool.passing:
+                num_clean = min(num_clean, place)  # looked at again: it stays when its sequence ends
                 continue
             host = self.tier.save(pool.index, block_hash) if room.take(pool.group.block_bytes) else None
             if host is None:
                 return
             saves.append((pool.index, block_id, host))
-        own.clean_to = min(cache.num_left + ahead + spare, num_let_go)
+        own.clean_to = min(cache.num_left + num_clean, num_let_go)
+
+    def _num_ahead(self, pool: BlockPool) -> int:
+        if pool.group.kind is KVKind.STATE:
+            return STATES_AHEAD
+        share = min(len(pool.refs) // AHEAD_SHARE, MOST_AHEAD if len(self._pools) == 1 else len(pool.refs))
+        return max(most_held(pool.group, self.step_tokens) + LEAST_AHEAD, share)
 
     def note_saved(self, saves: Iterable[Copy]) -> None:
         """Note that the step of these saves has retired."""

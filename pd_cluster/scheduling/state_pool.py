@@ -115,6 +115,8 @@ class StatePool(SlabPool):
         slots.ids.clear()
         slots.path.clear()
         slots.aside.clear()
+        if slots.newest is not None:
+            self.passing.discard(slots.newest[0])
         slots.source = slots.spare = slots.before = slots.newest = None
 
     def let_go(self, held: GroupBlocks, position: int, num_leased: int | None) -> None:
@@ -138,11 +140,14 @@ class StatePool(SlabPool):
             if one.is_newest and (slots.newest is None or slots.newest[0] != block_hash):
                 self._forget_newest(slots)
                 slots.newest = (block_hash, one.slot) if is_new else None
+                if is_new:
+                    self.passing.add(block_hash)
 
     def _forget_newest(self, slots: StateSlots) -> None:
         """Free the checkpoint before the newest one of an answer, unless something goes on from it."""
         if slots.newest is not None:
             block_hash, slot = slots.newest
+            self.passing.discard(block_hash)
             if self.cache.find(block_hash) == slot and not self.refs[slot]:
                 self.cache.evict_subtree(slot)
                 self.on_forgotten(block_hash)

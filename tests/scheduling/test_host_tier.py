@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import pytest
 
 from pd_cluster.scheduling.block_manager import BlockManager
-from pd_cluster.scheduling.host_copies import LEAST_AHEAD, STEPS_AHEAD
+from pd_cluster.scheduling.host_copies import LEAST_AHEAD, STATES_AHEAD, STEPS_AHEAD
 from pd_connectors.protocol.feed import HOST
 from pd_connectors.protocol.hashing import extend_hashes, root_hash
-from tests.scheduling.kv_groups import FULL_WINDOW, ONE_FULL, GroupSet
+from tests.scheduling.kv_groups import FULL, FULL_WINDOW, ONE_FULL, STATE, GroupSet
 from tests.scheduling.test_shared_kv_memory import SIZE, hashes_of
 from tests.scheduling.world import is_hit
 
@@ -388,3 +388,37 @@ def test_loads_do_not_wait_for_saves_into_a_host_memory_that_they_hold() -> None
     own.give_back(taken)
     blocks.close(table)
     assert blocks.idle
+
+
+def with_states(blocks: BlockManager, family: int, length: int, num_prompt: int) -> BlockTable:
+    """A prompt in one step and its answer in another, both computed."""
+    table = blocks.open_table()
+    assert blocks.states is not None
+    for start, end in ((0, num_prompt), (num_prompt, length)):
+        if start < end:
+            blocks.grow(table, start, end)
+            blocks.states.plan(table, start, end, num_prompt, draws=True)
+            blocks.publish(table, hashes_of(family, end))
+            blocks.let_go(table, end)
+    return table
+
+
+def test_states_are_saved_when_eviction_reaches_them_and_an_answers_newest_when_it_has_ended() -> None:
+    blocks = manager(24, 60, GroupSet(((FULL, 0), (STATE, 0)), (6, 1)))
+    answering = with_states(blocks, 0, 3 * SIZE, 2 * SIZE)
+    newest = hashes_of(0, 3 * SIZE)[-1]
+    for family in range(1, 40):
+        blocks.close(with_states(blocks, family, SIZE, SIZE))
+        if blocks.pools[1].num_spare < 2:
+            break
+    states, saved = blocks.pools[1], blocks.host.groups[1].cached
+    assert [block_hash for _, block_hash in states.cache.oldest(2)] == [hashes_of(0, 2 * SIZE)[-1], newest]
+    assert states.cache.num_evictable > 12
+    for _ in range(2):
+        step(blocks)
+        assert STATES_AHEAD - 2 <= len(saved) <= STATES_AHEAD
+        assert newest not in saved
+    blocks.close(answering)
+    step(blocks)
+    assert newest in saved, "the next turn goes on from it"
+    blocks.check()
