@@ -121,7 +121,7 @@ def test_beams_go_on_from_the_states_of_other_beams(
 ) -> None:
     """Two searches at once that pass the end of a piece, in so little memory that beams are preempted."""
     monkeypatch.setattr(saved.model.generation_config, "eos_token_id", None)
-    worker, prompts = start(7, budget=48), random_prompts((58, 5), 320, seed=4)
+    worker, prompts = start(6, budget=48), random_prompts((58, 5), 320, seed=4)
     for number, ids in enumerate(prompts):
         worker.add(f"{number}", ids, max_tokens=8, n=4, beams=BeamParams(width=4))
     worker.run()
