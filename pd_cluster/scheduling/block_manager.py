@@ -56,8 +56,7 @@ class BlockManager:
         self.prefix_caching = prefix_caching
         assert all(group.block_size % self.block_size == 0 for group in groups), "block sizes that do not divide"
         self._groups, self._slabs = groups, slabs
-        ratios = [group.block_size // self.block_size for group in groups]
-        self._memory = SlabMemory(groups, ratios, slabs)
+        self._memory = SlabMemory(groups, [group.block_size // self.block_size for group in groups], slabs)
         self.pools: tuple[BlockPool, ...] = self._memory.pools
         self.has_room, self.has_room_without = self._memory.has_room, self._memory.has_room_without
         self.has_free, self.free_for = self._memory.has_free, self._memory.free_for
