@@ -12,6 +12,7 @@ import torch
 
 from pd_cluster.errors import StartupError, UnservedModel
 from pd_cluster.models.registry import choose_implementation, resolve_spec
+from tests.models.state_models import STATE_MODELS
 from tests.models.test_config_defaults import FURTHER, model_types, read_by_transformers
 from tests.models.test_scaled_contexts import HERE
 from tests.models.test_yarn import GPT_OSS
@@ -38,8 +39,10 @@ CHANGED: Config = {  # where twice the value is none, or fits no other setting
 def tiny(kind: str) -> Config:
     """A small config of the model type, where each field has a meaning."""
     name = ARCHITECTURE[kind]
-    options = next(options for family, options in MODELS.values() if f"{family}ForCausalLM" == name)
-    further = {"n_group": 4, "topk_group": 3} if kind == "glm4_moe" else {}
+    options = next(options for family, options in (MODELS | STATE_MODELS).values() if f"{family}ForCausalLM" == name)
+    further: Config = {"n_group": 4, "topk_group": 3} if kind == "glm4_moe" else {}
+    if name in {f"{family}ForCausalLM" for family, _ in STATE_MODELS.values()}:
+        further = {"layer_types": ["linear_attention", "full_attention", "linear_attention"], "num_attention_heads": 6}
     if name in FURTHER:
         further |= FURTHER[name] | {"max_window_layers": 1}
     shape = {"head_dim": 16, "num_hidden_layers": 3, "architectures": [name], "model_type": kind}
