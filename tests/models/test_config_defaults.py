@@ -48,7 +48,7 @@ REFUSED = {  # transformers parses Qwen's layers with windows, which have no wid
 def model_types() -> list[tuple[str, str]]:
     """Architecture and `model_type` of all native models, by transformers' own table.
 
-    Without the types of wrappers: their text models have types of their own, and test_wrapper.py has them.
+    Without the types of wrappers: their settings are those of their text models, which have types of their own.
     """
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES

@@ -126,6 +126,17 @@ def test_settings_of_all_model_types_that_change_the_computation_are_refused(kin
             resolve_spec(HERE, {**base, **setting})
 
 
+@pytest.mark.parametrize("kind", [kind.removesuffix("_text") for kind in TYPES if kind.startswith("qwen3_5")])
+def test_a_wrapper_has_the_settings_of_the_text_type_that_transformers_reads(kind: str) -> None:
+    base = tiny(f"{kind}_text")
+    text = {name: value for name, value in base.items() if name not in ("architectures", "model_type")}
+    theirs = read_by_transformers({"model_type": kind, "text_config": text})["text_config"]
+    assert theirs["model_type"] == base["model_type"]
+    wrapper = base["architectures"][0].replace("ForCausalLM", "ForConditionalGeneration")
+    found = resolve_spec(HERE, {"architectures": [wrapper], "model_type": kind, "text_config": text})
+    assert found == resolve_spec(HERE, {**theirs, "architectures": base["architectures"]}) == resolve_spec(HERE, base)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("kind", [kind for kind in TYPES if config_class(kind).attribute_map])
 def test_other_names_of_settings_count_as_in_transformers(kind: str) -> None:
