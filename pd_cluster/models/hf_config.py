@@ -46,6 +46,7 @@ class ExpertsRules:
     normalized: bool | None = None  # None: as `norm_topk_prob` says
     default_normalized: bool = False  # of `norm_topk_prob`, which is true for sigmoids
     is_shared: bool = False  # one more expert, of `shared_expert_intermediate_size`, computes every token
+    is_everywhere: bool = False  # no layer has a dense feed-forward, and configs have no `intermediate_size`
     is_sigmoid: bool = False  # routed as in DeepSeek-V3: see `_read_sigmoid_experts`, which uses the next two
     num_shared: int = 0  # default of `n_shared_experts`
     num_dense: int = 0  # default of `first_k_dense_replace`
@@ -123,7 +124,8 @@ def read_spec(directory: Path, rules: ConfigRules, config: Mapping[str, Any]) ->
     # MiniMax-M2's config names no dtype; what a float8 checkpoint does not quantize is bfloat16
     dtype = reader.optional("torch_dtype", "bfloat16" if quantization else "float32")
     is_biased = experts is not None and experts.is_biased
-    no_dense = experts.size if experts is not None and not experts.dense_layers else None  # of feed-forwards: any size
+    is_everywhere = rules.experts is not None and rules.experts.is_everywhere
+    no_dense = experts.size if experts is not None and is_everywhere else None  # of feed-forwards: any size
     if quantization is not None and quantization.scales in BYTES_OF_FORM:
         form, quantization = quantization.scales.value, None
         reader.refuse("quantization_config", not is_biased, f"{form} is served in gpt-oss only")
@@ -208,6 +210,9 @@ def _read_experts(reader: ConfigReader, rules: ConfigRules, num_layers: int) -> 
         shared_size=reader.integer("shared_expert_intermediate_size") if experts.is_shared else 0,
         dense_layers=tuple(layer for layer in range(num_layers) if layer in dense or (layer + 1) % period),
     )
+    told = "in this architecture every layer has experts"
+    reader.refuse("mlp_only_layers", experts.is_everywhere and bool(dense), told)
+    reader.refuse("decoder_sparse_step", experts.is_everywhere and period != 1, told)
     if experts.is_biased:
         limit, alpha = reader.number("swiglu_limit", spec.limit), reader.number("swiglu_alpha", spec.alpha)
         spec = replace(spec, is_biased=True, limit=limit, alpha=alpha)
@@ -320,6 +325,7 @@ def _read_windows(reader: ConfigReader, rules: ConfigRules, num_layers: int) -> 
     if rules.windows is Windows.NONE or not has_windows:
         lost = isinstance(layer_types, list) and "sliding_attention" in layer_types
         may_matter = rules.windows is Windows.SOME or rules.experts is not None  # Llama's ignores the setting
+        may_matter = may_matter and not rules.has_states  # `read_state` refuses other kinds of layers
         reader.refuse("layer_types", lost and may_matter, "without use_sliding_window no layer has a window")
         return none
     window = reader.window(rules.default_window)

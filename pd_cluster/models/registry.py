@@ -131,11 +131,13 @@ _QWEN3_NEXT = ConfigRules(
     head_dim=256,
     rotary_part=0.25,
     has_states=True,
+    refused=("attention_bias",),
     experts=ExpertsRules("moe_intermediate_size", default_normalized=True, is_shared=True),
 )
 _QWEN3_5_MOE = replace(
-    _QWEN3_NEXT, experts=ExpertsRules("moe_intermediate_size", normalized=True, is_shared=True)
-)  # fmt: skip
+    _QWEN3_NEXT,
+    experts=ExpertsRules("moe_intermediate_size", normalized=True, is_shared=True, is_everywhere=True),
+)
 ARCHITECTURES: dict[str, Architecture] = {
     "LlamaForCausalLM": Architecture(ConfigRules(), types=_LLAMA_TYPES),
     "MistralForCausalLM": Architecture(

@@ -46,10 +46,15 @@ REFUSED = {  # transformers parses Qwen's layers with windows, which have no wid
 
 
 def model_types() -> list[tuple[str, str]]:
-    """Architecture and `model_type` of all native models, by transformers' own table."""
+    """Architecture and `model_type` of all native models, by transformers' own table.
+
+    Without the types of wrappers: their settings are those of their text models, which have types of their own.
+    """
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    return [(name, kind) for kind, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items() if name in ARCHITECTURES]
+    native = [(name, kind) for kind, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items() if name in ARCHITECTURES]
+    return [(name, kind) for name, kind in native if not hasattr(CONFIG_MAPPING[kind], "text_config")]
 
 
 def read_by_transformers(config: Config) -> Config:

@@ -12,6 +12,7 @@ import torch
 
 from pd_cluster.errors import StartupError, UnservedModel
 from pd_cluster.models.registry import choose_implementation, resolve_spec
+from tests.models.state_models import STATE_MODELS
 from tests.models.test_config_defaults import FURTHER, model_types, read_by_transformers
 from tests.models.test_scaled_contexts import HERE
 from tests.models.test_yarn import GPT_OSS
@@ -38,8 +39,10 @@ CHANGED: Config = {  # where twice the value is none, or fits no other setting
 def tiny(kind: str) -> Config:
     """A small config of the model type, where each field has a meaning."""
     name = ARCHITECTURE[kind]
-    options = next(options for family, options in MODELS.values() if f"{family}ForCausalLM" == name)
-    further = {"n_group": 4, "topk_group": 3} if kind == "glm4_moe" else {}
+    options = next(options for family, options in (MODELS | STATE_MODELS).values() if f"{family}ForCausalLM" == name)
+    further: Config = {"n_group": 4, "topk_group": 3} if kind == "glm4_moe" else {}
+    if name in {f"{family}ForCausalLM" for family, _ in STATE_MODELS.values()}:
+        further = {"layer_types": ["linear_attention", "full_attention", "linear_attention"], "num_attention_heads": 6}
     if name in FURTHER:
         further |= FURTHER[name] | {"max_window_layers": 1}
     shape = {"head_dim": 16, "num_hidden_layers": 3, "architectures": [name], "model_type": kind}
@@ -121,6 +124,17 @@ def test_settings_of_all_model_types_that_change_the_computation_are_refused(kin
     for setting in settings:
         with pytest.raises(UnservedModel, match=f"{next(iter(setting))} = .* cannot be served"):
             resolve_spec(HERE, {**base, **setting})
+
+
+@pytest.mark.parametrize("kind", [kind.removesuffix("_text") for kind in TYPES if kind.startswith("qwen3_5")])
+def test_a_wrapper_has_the_settings_of_the_text_type_that_transformers_reads(kind: str) -> None:
+    base = tiny(f"{kind}_text")
+    text = {name: value for name, value in base.items() if name not in ("architectures", "model_type")}
+    theirs = read_by_transformers({"model_type": kind, "text_config": text})["text_config"]
+    assert theirs["model_type"] == base["model_type"]
+    wrapper = base["architectures"][0].replace("ForCausalLM", "ForConditionalGeneration")
+    found = resolve_spec(HERE, {"architectures": [wrapper], "model_type": kind, "text_config": text})
+    assert found == resolve_spec(HERE, {**theirs, "architectures": base["architectures"]}) == resolve_spec(HERE, base)
 
 
 @pytest.mark.long

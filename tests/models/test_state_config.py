@@ -101,11 +101,24 @@ def test_what_a_config_leaves_out_has_the_defaults_of_transformers() -> None:
         ),
         ({"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim must be an integer of at least 2, not 1"),
         ({"hidden_act": "gelu"}, "only silu is served"),
+        ({"attention_bias": True}, "attention_bias = True cannot be served: in this model type only models without it"),
+        ({"mlp_only_layers": [1]}, "mlp_only_layers = .* cannot be served: in this architecture every layer has exp"),
+        ({"decoder_sparse_step": 2}, "decoder_sparse_step = 2 cannot be served: in this architecture every layer has"),
     ],
 )
 def test_what_is_another_model_is_refused_by_name(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(StartupError, match=message):
         spec_of(QWEN36_35B, **changes)
+
+
+@pytest.mark.parametrize("value", [{}, {"intermediate_size": None}], ids=["left out", "null"])
+def test_only_models_without_dense_layers_need_no_size_of_them(value: dict[str, Any]) -> None:
+    """Qwen3-Next has a default in transformers, which no published config uses."""
+    assert "intermediate_size" not in _TEXT
+    assert spec_of(QWEN36_35B, **value, mlp_only_layers=[], decoder_sparse_step=1) == spec_of(QWEN36_35B)
+    named = {name: setting for name, setting in QWEN3_NEXT.items() if name != "intermediate_size"}
+    with pytest.raises(StartupError, match="intermediate_size must be a positive integer, not None"):
+        spec_of(named, **value)
 
 
 def test_the_fingerprint_has_the_shape_of_a_state() -> None:
