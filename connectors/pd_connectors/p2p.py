@@ -33,6 +33,7 @@ from pd_connectors.owner import Owner
 from pd_connectors.protocol.clock import PatientClock
 from pd_connectors.protocol.errors import ConnectorUnavailable, LeaseEnd, LoadFailure
 from pd_connectors.protocol.hashing import prompt_digest
+from pd_connectors.protocol.layout import KVKind
 from pd_connectors.protocol.messages import NO_PREFILL, PrefillFacts, SampledToken
 from pd_connectors.protocol.ticket import TICKET_LIFETIME_S, Ticket
 from pd_connectors.pull_limits import RENEWALS_PER_TTL, PullLimits
@@ -345,12 +346,16 @@ class PeerToPeerConnector(Connector):
 
 
 def _limits(context: ConnectorContext) -> PullLimits:
+    # Without the one state of a load: 77 MB of Qwen3-Next, beside which a read would have a block of 1.6 MB
+    layout = context.layout
+    paged = [group for group in layout.groups if group.kind is not KVKind.STATE] or layout.groups
+    paged_bytes = sum(group.rank_bytes(layout.tp_size) for group in paged)
     return PullLimits(
         renew_every_s=min(context.renew_every_s, context.lease_ttl_s / RENEWALS_PER_TTL),
         silence_s=context.silence_s,
         read_s=context.read_deadline_s,
         confirm_s=context.confirm_deadline_s,
-        max_blocks_per_read=max(1, READ_BYTES // context.layout.rank_bytes),
+        max_blocks_per_read=max(1, READ_BYTES // paged_bytes),
     )
 
 

@@ -295,7 +295,7 @@ class KvTransfers:
         load_id = self._new_load_id(intake)
         self._loads[load_id] = None
         self._connector.begin_load(load_id, ticket, deadline_s)
-        self._connector.cancel_load(load_id)
+        self._connector.cancel_load(load_id, LoadFailure.REJECTED)
 
     def _tell_once(self) -> None:
         if not self._has_told:

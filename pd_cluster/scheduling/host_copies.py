@@ -120,7 +120,8 @@ class HostCopies:
             own = self._groups[group]
             own.unpin(host)
             if own.cached.get(block_hash) == host:  # not after `clear`
-                own.cached.move_to_end(block_hash, last=False)  # the device has it, as its newest
+                # The device has it, as its newest, but for a state: there it becomes the sequence's own
+                own.cached.move_to_end(block_hash, last=self._pools[group].group.kind is KVKind.STATE)
         return saves, [(group, host, device) for group, _, host, device in loads]
 
     def _plan_loads(self, room: CopyRoom) -> list[tuple[int, bytes, int, int]]:

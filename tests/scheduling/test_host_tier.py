@@ -405,7 +405,7 @@ def with_states(blocks: BlockManager, family: int, length: int, num_prompt: int)
 
 def test_states_are_saved_when_eviction_reaches_them_and_an_answers_newest_when_it_has_ended() -> None:
     blocks = manager(24, 60, GroupSet(((FULL, 0), (STATE, 0)), (6, 1)))
-    answering = with_states(blocks, 0, 3 * SIZE, 2 * SIZE)
+    answering = with_states(blocks, 0, 3 * SIZE, 2 * SIZE + 1)
     newest = hashes_of(0, 3 * SIZE)[-1]
     for family in range(1, 40):
         blocks.close(with_states(blocks, family, SIZE, SIZE))
