@@ -22,12 +22,12 @@ and D before it prefills because no P could. A ticket is followed without that: 
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, replace
-from enum import StrEnum
-from hashlib import blake2b
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from pd_cluster.engine.intake import Intake
 from pd_cluster.engine.pool_search import PoolSearches
+from pd_cluster.engine.redraw import Redraw, sampling_digest
 from pd_cluster.errors import PrefillUnavailable
 from pd_cluster.protocol.messages import FromEngine, NeedsPrefill, TicketOpened, Work
 from pd_cluster.scheduling.lent_memory import patience_s
@@ -51,7 +51,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from pd_cluster.engine.disk_tier import DiskTier
-    from pd_cluster.protocol.sampling_params import SamplingParams
     from pd_cluster.scheduling.scheduler import Scheduler, Update
     from pd_cluster.scheduling.sequence import Request
     from pd_connectors.base import PublishSpec
@@ -59,51 +58,6 @@ if TYPE_CHECKING:
     from pd_connectors.protocol.ticket import Ticket
 
 logger = logging.getLogger("pd_cluster.engine")
-
-REDRAWS = "first_token_redraws_total"  # by reason
-
-
-class Redraw(StrEnum):
-    """Why D loads the KV of a ticket but samples the first tokens itself. Counted under this name."""
-
-    MISMATCH = "sampling_mismatch"  # P samples under other parameters
-    UNKNOWN = "no_digest"  # P, of an older version, sends no digest of its parameters
-
-    @property
-    def counter(self) -> str:
-        return f"{REDRAWS}|reason={self}"
-
-    @classmethod
-    def due(cls, ticket: Ticket, own_digest: bytes) -> Redraw | None:
-        """None if P's first tokens are those that this node would sample. `own_digest`: see `sampling_digest`."""
-        if ticket.sampling_digest == own_digest:
-            return None
-        return cls.MISMATCH if ticket.sampling_digest else cls.UNKNOWN
-
-
-def sampling_digest(sampling: SamplingParams, logits_stages: Sequence[str]) -> bytes:
-    """16 bytes that are equal on two nodes when both sample the same first tokens.
-
-    `logits_stages`: the import paths of the node's logits stages from outside. A node without any agrees with a node
-    of a version that had no stages.
-    """
-    own = sampling.first_token_digest
-    if not logits_stages:
-        return own
-    return blake2b(own + "\n".join(logits_stages).encode(), digest_size=16, person=b"pd-logits-stages").digest()
-
-
-@dataclass(slots=True, eq=False)
-class Intake:
-    """One TAKE_OVER request until its KV is here, or is computed here."""
-
-    request: Request
-    num_attempts: int = 0
-    has_searched: bool = False  # the pool was asked
-    load_id: str | None = None  # None: asking
-    lender: str = ""  # the node of its lease
-    is_ready: bool = False  # P has announced blocks; ours are reserved as soon as memory allows
-    redraw: Redraw | None = None  # None: the load's first tokens are adopted
 
 
 class KvTransfers:

@@ -91,13 +91,7 @@ def read_spec(directory: Path, rules: ConfigRules, config: Mapping[str, Any]) ->
     """Build the spec from a parsed `config.json`. Raises StartupError naming the setting that cannot be served."""
     others = {name: config[other] for other, name in rules.other_names if config.get(other) is not None}
     reader = ConfigReader(directory, config := {**config, **others})
-    setting, activation = rules.activation
-    reader.refuse(setting, reader.optional(setting, activation) != activation, f"only {activation} is served")
-    for name, what in _NOT_SERVED.items():
-        reader.refuse(name, bool(config.get(name)), f"{what} not served")
-    reader.refuse("is_causal", not config.get("is_causal", True), "attention to later tokens is not served")
-    for name in rules.refused:
-        reader.refuse(name, reader.optional(name, False) is not False, "in this model type only models without it are")
+    _refuse_settings(reader, rules, config)
     num_heads, hidden_size = reader.integer("num_attention_heads"), reader.integer("hidden_size")
     num_layers = reader.integer("num_hidden_layers")
     # Here and for `head_dim` null is what Llama has without the setting, and no default of the model type
@@ -160,6 +154,17 @@ def read_spec(directory: Path, rules: ConfigRules, config: Mapping[str, Any]) ->
         state=read_state(reader, num_layers) if rules.has_states else None,
         gated_attention=rules.has_states,
     )
+
+
+def _refuse_settings(reader: ConfigReader, rules: ConfigRules, config: Mapping[str, Any]) -> None:
+    """Raises StartupError for a setting that changes what a family computes, and that none of them has."""
+    setting, activation = rules.activation
+    reader.refuse(setting, reader.optional(setting, activation) != activation, f"only {activation} is served")
+    for name, what in _NOT_SERVED.items():
+        reader.refuse(name, bool(config.get(name)), f"{what} not served")
+    reader.refuse("is_causal", not config.get("is_causal", True), "attention to later tokens is not served")
+    for name in rules.refused:
+        reader.refuse(name, reader.optional(name, False) is not False, "in this model type only models without it are")
 
 
 def scaled_length(max_len: int, rope: Mapping[str, Any]) -> int:

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from pd_cluster.engine.kv_transfers import sampling_digest
+from pd_cluster.engine.redraw import sampling_digest
 from pd_cluster.protocol.sampling_params import NOT_OF_FIRST_TOKENS, BeamParams, SamplingParams
 
 # every field, with values that differ from each other and from the default

@@ -7,7 +7,8 @@ from itertools import product
 import msgspec
 import pytest
 
-from pd_cluster.engine.kv_transfers import KvTransfers, Redraw
+from pd_cluster.engine.kv_transfers import KvTransfers
+from pd_cluster.engine.redraw import Redraw
 from pd_cluster.protocol.messages import AddRequest, FromEngine, NeedsPrefill, Work
 from pd_cluster.protocol.sampling_params import BeamParams
 from pd_connectors.base import Event, FirstTokens, LoadDone, LoadDrained, LoadFailed, LoadReady
