@@ -48,7 +48,7 @@ class BlockPool:
         self.cache = PrefixCache()
         self.on_evicted: Callable[[bytes, int], None] = lambda block_hash, block_id: None
         self.on_forgotten: Callable[[bytes], object] = lambda block_hash: None  # of a block that nothing evicted
-        self.passing: set[bytes] = set()  # cached, but forgotten soon: not worth a copy
+        self.passing: dict[int, GroupBlocks] = {}  # cached for a holder that forgets it soon: not worth a copy
         self.leased: Counter[int] = Counter()  # block -> leases that hold it
 
     # sizes

@@ -191,7 +191,7 @@ class HostCopies:
             if block_hash in own.cached:
                 own.cached.move_to_end(block_hash)
                 continue
-            if block_hash in pool.passing:
+            if block_id in pool.passing:
                 num_clean = min(num_clean, place)  # looked at again: it stays when its sequence ends
                 continue
             host = self.tier.save(pool.index, block_hash) if room.take(pool.group.block_bytes) else None
