@@ -22,8 +22,9 @@ from collections import OrderedDict, deque
 from math import inf
 from typing import TYPE_CHECKING
 
-from pd_cluster.scheduling.copy_room import CopyRoom
 from pd_cluster.scheduling.checkpoints import most_taken
+from pd_cluster.scheduling.copy_room import CopyRoom
+from pd_cluster.scheduling.sequence_room import LEAST_HOST_UNITS
 from pd_connectors.protocol.layout import KVKind
 
 if TYPE_CHECKING:
@@ -185,7 +186,7 @@ class HostCopies:
         will, so many have a copy. So the order is looked at again only when a part of them has left it.
         """
         cache, own = pool.cache, self._groups[pool.index]
-        ahead = min(self._num_ahead(pool), own.num_blocks // 2) - pool.num_spare
+        ahead = min(self._num_ahead(pool), own.num_blocks // LEAST_HOST_UNITS) - pool.num_spare
         spare = ahead // 4
         num_clean = ahead + spare
         num_let_go = cache.num_left + cache.num_evictable  # what comes after these has no copy
