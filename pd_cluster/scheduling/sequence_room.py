@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 STATE_SLOTS = 2  # of a sequence: it goes on from a checkpoint in a slot of its own, and steps with a grammar need two
 
+LEAST_HOST_UNITS = 2  # of host memory that is a cache: of its blocks no more than 1 / so many are copied ahead
+
 
 def most_held(group: KVGroup, num_tokens: int) -> int:
     """Blocks of a group that a sequence of so many tokens holds when its prefill begins. Of states: at most."""
