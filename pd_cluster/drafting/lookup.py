@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 PIECE = 512  # tokens that are indexed at a time, 0.1 ms: a sequence without drafts for long has many
 # Tokens that need no index while a match is followed: 16 at once take as long as 6 one by one. While no step waits
-# fewer are indexed, so that a search finds nothing left to do
+# fewer are indexed, so that a search finds little left to do
 LAG, LEAST = 16, 4
 # Of what was expected and what was right in a sequence, at each token after a match: some ten count
 OWN_MEMORY = 0.9
@@ -59,7 +59,7 @@ class Lookup:
         """
         self._token_ids, self._chances, self._output = token_ids, chances, output
         self._texts = texts if output is None else [(token_ids, output), *texts]
-        self._num_taken = self._num_indexed = num_indexed
+        self._num_taken = self._num_indexed = self._num_searched = num_indexed
         self._text = prediction  # that is followed; None: none
         self._place = 0  # in it, of the token that is expected next
         self._length = 0  # of the match
@@ -83,20 +83,21 @@ class Lookup:
         if self._text is not None:
             if end - self._num_indexed >= LAG:
                 self.index(1)
-        elif end > self._num_indexed:
-            self.index(1)
-            if self._num_indexed == end > 1:
+        elif end > self._num_searched:
+            self.index(2)  # it finds what was before the last token, which is indexed while no step waits
+            if self._num_indexed >= end - 1 > 0:
+                self._num_searched = end
                 self._search()
 
     @property
     def is_behind(self) -> bool:
-        """Whether `index` has something to do."""
-        return self._num_taken - self._num_indexed >= LEAST
+        """Whether `index` has something to do. Without a match the next token is searched."""
+        return self._num_taken - self._num_indexed >= (1 if self._text is None else LEAST)
 
-    def index(self, least: int = LEAST) -> None:
-        """Index the next tokens that `advance` has taken, a piece, if there are so many."""
+    def index(self, least: int = 0) -> None:
+        """Index the next tokens that `advance` has taken, a piece, if there are so many. 0: if it `is_behind`."""
         token_ids, first = self._token_ids, self._num_indexed
-        if self._num_taken - first >= least:
+        if self._num_taken - first >= least if least else self.is_behind:
             last = self._num_indexed = min(self._num_taken, first + PIECE)
             if self._output is not None:
                 self._output.take(token_ids[first - 1], token_ids[first:last])
@@ -151,12 +152,12 @@ class Lookup:
 
     def _search(self) -> None:
         """Find the longest match. Of equals the first text's newest."""
-        token_ids, longest = self._token_ids, 1
+        token_ids, num_taken, longest = self._token_ids, self._num_taken, 1
         first, second = token_ids[-2:]
         further = first  # a match that is longer than the longest has this token before it, too
         for text, index in self._texts:
             num_tokens = len(text)
-            for place in index.places(first, second):
+            for place in index.places(first, second, num_taken):
                 if longest < place < num_tokens and text[place - longest - 1] == further:
                     length = _match(text, place, token_ids)
                     if length > longest:
