@@ -43,7 +43,7 @@ class DrawnPart:
     def expected(self) -> ExpectedRows | None:
         """See ExpectedRows; None: each sequence has one row."""
         samples = self.samples
-        if samples.firsts is None:
+        if not samples.has_runs:
             return None
         return ExpectedRows(samples.drafts or [()] * len(samples), samples.counts)
 
