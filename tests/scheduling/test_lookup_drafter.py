@@ -14,7 +14,7 @@ from pd_cluster.config import SchedulerConfig
 from pd_cluster.drafting import indexes as indexing
 from pd_cluster.drafting.chances import LEAST_NEW, LONGEST
 from pd_cluster.drafting.indexes import TEXT_BYTES, IndexedText, Indexes
-from pd_cluster.drafting.lookup import LAG, LEAST, PIECE, Lookup
+from pd_cluster.drafting.lookup import LAG, LEAST, NUM_NONE, PIECE, Lookup
 from pd_cluster.drafting.lookup_drafter import OUTPUT_BYTES, OUTPUT_PIECE, LookupDrafter
 from pd_cluster.drafting.token_index import TOKEN_BYTES, OutputIndex, TokenIndex
 from pd_cluster.engine.replies import reply_of
@@ -260,6 +260,20 @@ def test_a_step_without_a_match_indexes_nothing_that_could_be_before(monkeypatch
     offer = drafter.offer(0, token_ids, 0, 4)
     assert offer is not None
     assert offer.first(4) == (512, 513, 514, 515)
+    drafter.forget(0)
+
+
+@pytest.mark.parametrize("has_time", [True, False])
+def test_matches_wait_only_where_steps_leave_time(has_time: bool) -> None:
+    drafter, token_ids = lookup_drafter(), [*REPEATED]
+    drafter.expect({0: REPEATED}, (), len(REPEATED))
+    found = []
+    for token in (*range(500, 500 + NUM_NONE), 4, 5, 6):
+        token_ids.append(token)
+        offer = drafter.offer(0, token_ids, 0, 4)
+        found.append(None if offer is None else offer.first(1)[0])
+        drafter.prepare(lambda: not has_time)
+    assert found == [None] * (NUM_NONE + 1) + [None if has_time else 6, 7]
     drafter.forget(0)
 
 
