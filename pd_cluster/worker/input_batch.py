@@ -66,6 +66,7 @@ class InputBatch:
         self._free = list(range(num_rows - 1, -1, -1))
         self._serials = np.zeros(num_rows, np.int64)
         self._samples = SamplePlanner(self._serials, sampling.num_logprobs, host_buffer.move)
+        self.launched = self._samples.launched
         self._tokens = np.zeros((num_rows, max_len + 1), np.int32)
         self._num_tokens, self._num_on_host = np.zeros((2, num_rows), np.int64)  # tokens; those that `_tokens` has
         # A captured step's token: the last one of a row (0 at first), or any. One launch finds it; `where` takes four
@@ -194,7 +195,7 @@ class InputBatch:
         fresh = self._clear(rows, ends - lens, ends) if self._mixes_dtypes else None
         sampling = self._plan_draw(early, places, draws)
         if early is not None and isinstance(sampling, SamplingInputs):
-            early = self._samples.launched(early)
+            early = self.launched(early)
         return ReplayInputs(tables, fresh, samples, early, late, sampling)
 
     def fill_late(self, inputs: StepInputs) -> None:
@@ -222,16 +223,17 @@ class InputBatch:
 
         A row that has another sequence by now is skipped.
         """
-        same = np.flatnonzero(self._serials[samples.rows] == samples.serials)
+        are_same = self._serials[samples.rows] == samples.serials
+        same = slice(None) if are_same.all() else np.flatnonzero(are_same)  # in nearly all steps nothing is copied
         if runs is None:
             rows, positions, known = samples.rows[same], samples.positions[same], token_ids[same]
             self._tokens[rows, positions] = known
             self._num_on_host[rows] = positions + 1
             self._sampling.note_read(rows, known)
-        elif len(same):
+        elif are_same.any():
             self._note_runs(samples, same, token_ids, runs)
 
-    def _note_runs(self, samples: Samples, same: Ints, token_ids: Ints, runs: RunPlaces) -> None:
+    def _note_runs(self, samples: Samples, same: Ints | slice, token_ids: Ints, runs: RunPlaces) -> None:
         """Note the runs of the sequences at `same` in `samples`."""
         rows, begins, lens = samples.rows[same], runs.begins[same], runs.lens[same]
         ends, lasts = samples.positions[same] + lens, begins + lens - 1
@@ -241,9 +243,8 @@ class InputBatch:
             self._sampling.note_read(np.repeat(rows, lens), token_ids[up_to(lasts + 1, lens)])
         if not samples.drafts:
             return
-        drafted = samples.lens[same] > 1
-        self._num_tokens[rows[drafted]] = ends[drafted]
-        changed = drafted & self._sampling.are_changed(rows)
+        self._num_tokens[rows] = ends  # nothing is launched after a step with drafts before this
+        changed = self._sampling.are_changed(rows) & (samples.lens[same] > 1)
         if changed.any():
             self._tell_stages(rows[changed], begins[changed], lens[changed], token_ids)
 

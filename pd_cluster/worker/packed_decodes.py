@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from pd_kernels.values import Ints
 
 
+_NONE, _NO_TOKENS = np.zeros(0, bool), np.zeros(0, np.int64)
+
+
 @dataclass(frozen=True, slots=True)
 class PackedDecodes:
     """N decodes with T tokens: of each the certain one, then its drafts."""
@@ -32,9 +35,9 @@ class PackedDecodes:
     row_of_token: Ints  # [T]
     positions: Ints  # [T]
     drafts: Sequence[tuple[int, ...]]  # of each; empty: none has drafts, and N is T
-    firsts: Ints | None = None  # [N]: places of the certain tokens among all; None: all are
-    drafted: npt.NDArray[np.bool_] | None = None  # [T]: which tokens are drafts
-    flat: Ints | None = None  # these
+    firsts: Ints  # [N]: places of the certain tokens among all; without drafts of no use
+    drafted: npt.NDArray[np.bool_]  # [T]: which tokens are drafts; [0] without drafts
+    flat: Ints  # these
 
     @classmethod
     def of(cls, chunks: Sequence[SequenceChunk], row_of: Mapping[int, int]) -> PackedDecodes:
@@ -43,7 +46,7 @@ class PackedDecodes:
         rows = np.array([row_of[one] for one in seq_ids])
         starts = np.array([chunk.start for chunk in chunks])
         if not chunks[-1].drafts:
-            return cls(seq_ids, rows, starts, np.ones_like(rows), rows, starts, ())
+            return cls(seq_ids, rows, starts, np.ones_like(rows), rows, starts, (), rows, _NONE, _NO_TOKENS)
         drafts = [chunk.drafts for chunk in chunks]
         lens = np.array([len(one) for one in drafts])
         lens += 1
@@ -59,7 +62,7 @@ class PackedDecodes:
 
     def fill_tokens(self, tokens: Ints, known: Ints, num_before: int) -> None:
         """Write the places of T tokens in `InputBatch.token_choices`: `known` [N], and drafts after `num_before`."""
-        if self.firsts is None:
+        if not self.drafts:
             tokens[:] = known
         else:
             tokens[self.firsts] = known

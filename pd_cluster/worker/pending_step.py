@@ -50,7 +50,7 @@ class DrawnPart:
     def read(self) -> tuple[Ints, list[SampledToken]]:
         """The tokens of all logits rows (int64 [R])."""
         sampled = self.sampled if self.places is None else self.sampled.at(self.places)
-        return sampled.token_ids.numpy(), sampled.read(self.samples.num_logprobs.tolist())
+        return sampled.token_ids.numpy(), sampled.read(self.samples.num_logprobs)
 
 
 @dataclass(slots=True)
