@@ -229,7 +229,7 @@ FLOAT8 = {
         "Qwen3_5Moe",
         compressed("block", ignore=("lm_head", r"re:.*\.mlp\.gate$", r"re:model\.language_model\..*\.in_proj_[ab]$")),
         _GATES,
-        {**_WIDE, **_WIDE_EXPERTS},
+        {**_WIDE, **_WIDE_EXPERTS, "moe_intermediate_size": 256},
     ),
 }  # fmt: skip
 
