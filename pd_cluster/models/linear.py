@@ -65,7 +65,7 @@ class Linear:
         `x` may be the HalfNormed or the RowsTwice that `add_norm` of another Linear returned.
         """
         if isinstance(x, RowsTwice):
-            return self._multiply(self._one_of(x))
+            x = self._one_of(x)
         rows = x.x if isinstance(x, HalfNormed) else x
         if isinstance(rows, torch.Tensor) and rows.shape[0] <= self.max_few_rows:
             assert self._few_rows is not None

@@ -74,6 +74,14 @@ class Qwen3Next(Llama):
         assert isinstance(layer.attention, GatedDelta)
         return layer.attention(layer.qkv(x), angles, inputs, cache, tail, layer.betas_decays(x))
 
+    def _use_few_rows(self) -> None:
+        """Also where other products are in float8: cuBLAS takes two launches, which let no other start early."""
+        super()._use_few_rows()
+        for linear in self._linears.get("betas_decays", ()):
+            product = None if linear.max_few_rows else linear.few_rows_product()
+            if product is not None:
+                linear.use_few_rows(product, product.max_rows)
+
     def _feed(self, layer: LlamaLayer, following: Linear | None) -> None:
         """The norm before a delta rule stays plain, too: the product for betas and decays may read it so."""
         is_delta = following in self._parameters.linears.get("delta", ())
