@@ -50,8 +50,6 @@ def refusal(shape: AttentionShape) -> str:
     """Why the Gluon kernel does not support the shape of a group; "" if it does."""
     if shape.window:
         return "has no windows"
-    if shape.has_sinks:  # `test_sinks_are_in_each_rows_sum` is yet to run
-        return "was not tried on a GPU with sinks"
     if shape.dtype not in _DTYPES:
         return f"has no {str(shape.dtype).removeprefix('torch.')}"
     if shape.head_dim not in _HEAD_DIMS:

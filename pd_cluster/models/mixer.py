@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     import torch
 
     from pd_cluster.models.forward_inputs import ForwardInputs, Tail
+    from pd_cluster.models.linear import Rows
     from pd_cluster.models.rope import RopeTable
 
 LayerCache: TypeAlias = KeysValues | StateCache  # the cache of one layer
@@ -25,9 +26,9 @@ class Mixer(Protocol):
 
     def __call__(
         self, x: torch.Tensor, angles: RopeTable, inputs: ForwardInputs, cache: LayerCache, tail: Tail | None
-    ) -> torch.Tensor:
+    ) -> Rows:
         """Write what later tokens read of T tokens into the cache, and mix.
 
         `x`: [T, n], the layer's first product. `angles`: of the T tokens. -> the input of the layer's second product,
-        [T, m]; with `tail`, of its R rows only.
+        [T, m]; with `tail`, of its R rows only. It may be quantized for that product.
         """
