@@ -1,7 +1,7 @@
 """`python -m benchmarks tier_simulation`: what tiers in host memory and on disk find again of a trace's prompts.
 
 One prefill node with the engine's own scheduler, block manager and disk tier, on the virtual clock of `slo`: an H200's
-steps of 8B, whatever the shape whose blocks it keeps. Prompts that share blocks of the trace begin with the same text;
+steps of 8B, whatever shape it keeps blocks of. Prompts that share blocks of the trace begin with the same text;
 the rest of each is its own. Copies to and from host memory take their time beside the steps, and files theirs. Of a
 prompt whole blocks before its last token can be found.
 
