@@ -203,7 +203,9 @@ def host_units(config: CacheConfig, layout: BlockLayout, slabs: KvSlabs) -> tupl
             unit = zip(host_unit(layout.groups, slabs.per_slab), layout.groups, strict=True)
             num_bytes = least * sum(count * group.rank_bytes(layout.tp_size) for count, group in unit)
             what = (
-                "a state and as many bytes of keys and values" if layout.groups[-1].kind is KVKind.STATE else "a block"
+                "a state and twice its bytes of keys and values"
+                if layout.groups[-1].kind is KVKind.STATE
+                else "a block"
             )
             raise StartupError(
                 f"{flag} {gb:g}: so little holds nothing; {what}, {least} of each, take {num_bytes / 1e6:.1f} MB: give "

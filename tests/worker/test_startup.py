@@ -139,10 +139,10 @@ def test_host_memory_without_room_for_a_state_is_refused_with_what_one_takes() -
     )
     layout = BlockLayout(groups, 1)
     slabs = KvSlabs(9, groups[1].block_bytes, (20, 1))
-    unit_gb = (20 * groups[0].block_bytes + groups[1].block_bytes) / 1e9
+    unit_gb = (40 * groups[0].block_bytes + groups[1].block_bytes) / 1e9
     assert host_units(CacheConfig(swap_gb=unit_gb, host_cache_gb=2 * unit_gb), layout, slabs) == (1, 1)
     with pytest.raises(
-        StartupError, match=r"^--swap-gb 1e-05: .* a state and as many bytes of keys and values, 1 of each"
+        StartupError, match=r"^--swap-gb 1e-05: .* a state and twice its bytes of keys and values, 1 of each"
     ):
         host_units(CacheConfig(swap_gb=1e-5), layout, slabs)
     with pytest.raises(
