@@ -38,7 +38,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StreamCluster]
         cluster = StreamCluster(
             launcher, 1, 2, [90] * len(PROMPTS), prefill_flags=(model,), decode_flags=(*DECODE_FLAGS, model),
             router_flags=("--prefill-on-decode=never", "--continue-wait-s=60"),
-            directory=tmp_path_factory.mktemp("gates"),
+            directory=tmp_path_factory.mktemp("gates"), patient=True,  # else a decode node prefills what P should
         )  # fmt: skip
         asyncio.run(cluster.learn())
         yield cluster
