@@ -80,8 +80,8 @@ class KvTransfers:
         keeps_states: bool = False,
     ) -> None:
         """`may_give_up`: whether a load may end for want of blocks before its deadline. No request may fail by that.
-        `keeps_states`: the model has a STATE group. A state cannot give a token back, so a prompt of which the last
-        token is computed again, for its logits, is computed here as a whole.
+        `keeps_states`: the model has a STATE group. A state cannot give a token back, so a prompt of which the first
+        tokens are redrawn is computed here as a whole.
         """
         self._keeps_states, self._has_told = keeps_states, False
         self._connector = connector
@@ -196,10 +196,7 @@ class KvTransfers:
         """Ask the API process for a P if much of the prompt lacks KV; else compute the prompt here."""
         request = intake.request
         num_cached = self._scheduler.pin(request)
-        is_vain = self._keeps_states and bool(request.message.known)  # see `_load`
-        if is_vain:
-            self._tell_once()
-        if is_vain or request.num_loaded_tokens - num_cached < max(1, request.message.min_remote_tokens):
+        if request.num_loaded_tokens - num_cached < max(1, request.message.min_remote_tokens):
             self.prefill_locally(request.request_id)
         else:
             self._reply(NeedsPrefill(request.request_id, num_cached))
@@ -221,15 +218,15 @@ class KvTransfers:
                 go_on(intake.request)
 
     def _load(self, intake: Intake, ticket: Ticket, deadline_s: float) -> None:
-        request, num_loaded = intake.request, intake.request.num_loaded_tokens
-        if ticket.num_tokens != num_loaded:
-            wrong = f"the ticket is for {ticket.num_tokens} tokens, not for {num_loaded}"
+        request = intake.request
+        if ticket.num_tokens != request.num_loaded_tokens:
+            wrong = f"the ticket is for {ticket.num_tokens} tokens, not for {request.num_loaded_tokens}"
             self._ask_again(intake, LoadFailure.REJECTED, wrong)
             return
         own_digest = sampling_digest(request.sampling, self._logits_stages)
         intake.redraw = None if request.is_parted else Redraw.due(ticket, own_digest)
         request.redraws = intake.redraw is not None
-        if self._keeps_states and request.num_kept_tokens < num_loaded:
+        if self._keeps_states and request.redraws:
             intake.redraw, request.redraws = None, False
             self._decline(intake, ticket, deadline_s)
             self.prefill_locally(request.request_id)
@@ -254,7 +251,7 @@ class KvTransfers:
     def _tell_once(self) -> None:
         if not self._has_told:
             self._has_told = True
-            logger.info("states are computed again for streams from other nodes, and where first tokens are redrawn")
+            logger.info("prompts are computed again where first tokens are redrawn: their states are too late")
 
     def _ask_again(self, intake: Intake, reason: LoadFailure, detail: str) -> None:
         text = f"{reason}: {detail}" if detail else str(reason)

@@ -57,7 +57,8 @@ class AddRequest(msgspec.Struct, frozen=True, tag=True):
     received_s: float = 0.0  # when the API process had it, by the host's monotonic clock; 0: unknown
     # GENERATE: output tokens that each of the n sequences has already, from another engine: the answer goes on after
     # them, as if they had been sampled here. Limits, penalties and seeds count them; they are not sent again.
-    # TAKE_OVER, for one sequence that has some: the ticket is for the prompt with them, and its first token is not used
+    # TAKE_OVER, for one sequence that has some: the ticket is for the prompt with all but the last of them, which is
+    # computed here, and its first token is not used
     known: tuple[tuple[int, ...], ...] = ()
     # the numbers of the n sequences, from which their seeds follow; (): 0 to n - 1. Others where some of an answer's
     # sequences have ended on another node

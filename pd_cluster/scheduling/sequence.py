@@ -138,9 +138,12 @@ class Request:
 
     @property
     def num_loaded_tokens(self) -> int:
-        """Tokens of a load: the prompt, and the known tokens of an answer that another node has begun."""
+        """Tokens of a load: the prompt, and of an answer that another node has begun the known tokens but the last.
+
+        That one is computed here, on the KV and the state that were loaded, for the logits of the next token.
+        """
         known = self.message.known  # a load is for one sequence then: see `Admission`
-        return len(self.prompt_token_ids) + (len(known[0]) if known else 0)
+        return len(self.prompt_token_ids) + (len(known[0]) - 1 if known else 0)
 
     @property
     def may_sit_out(self) -> bool:
@@ -149,8 +152,8 @@ class Request:
 
     @property
     def num_kept_tokens(self) -> int:
-        """Tokens of a load that are kept: all, or all but the last if its logits are needed for the next one."""
-        return self.num_loaded_tokens - (self.redraws or bool(self.message.known))
+        """Tokens of a load that are kept: all, or all but the last if its logits are needed for the first tokens."""
+        return self.num_loaded_tokens - self.redraws
 
     @property
     def heads(self) -> list[Sequence]:

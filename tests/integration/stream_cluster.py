@@ -51,15 +51,16 @@ class StreamCluster:
         router_flags: Sequence[str] = (),
         deadline_s: float = HANG_S,
         directory: Path | None = None,
+        patient: bool = False,
     ) -> None:
         """`num_tokens`: of the answers to each prompt of PROMPTS. `deadline_s`: of each request.
 
-        `directory`: an empty one, for gates of the decode nodes; else they have none.
+        `directory`: an empty one, for gates of the decode nodes; else they have none. `patient`: they are, see `Gate`.
         """
         self._launcher = launcher
         self.prefills = [Member(launcher, f"p{i}", "prefill", *NODE_FLAGS, *prefill_flags) for i in range(prefills)]
         names = [f"d{i}" for i in range(decodes)]
-        self._gates = {} if directory is None else {name: Gate(directory, name) for name in names}
+        self._gates = {} if directory is None else {name: Gate(directory, name, patient=patient) for name in names}
         self.decodes = [self._decode(name, *decode_flags) for name in names]
         self._router_flags = router_flags
         self._deadline_s = deadline_s

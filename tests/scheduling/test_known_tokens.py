@@ -10,6 +10,7 @@ from pd_cluster.protocol.messages import FinishReason, Work
 from pd_cluster.scheduling.batch import StepResult
 from pd_cluster.scheduling.sequence import sequence_seed
 from pd_connectors.protocol.messages import SampledToken
+from tests.scheduling.kv_groups import FULL_FAR_STATE, FULL_HALF_STATE, ONE_FULL, GroupSet
 from tests.scheduling.simulation import BLOCK_SIZE, EOS, begun, message, prompt
 from tests.scheduling.world import World
 
@@ -38,14 +39,17 @@ def test_an_answer_goes_on_after_its_known_tokens(n: int, num_known: int) -> Non
 @pytest.mark.parametrize("length", [1, BLOCK_SIZE, 37])
 @pytest.mark.parametrize("num_known", [1, 5, BLOCK_SIZE, 2 * BLOCK_SIZE + 3])
 @pytest.mark.parametrize("depth", [1, 2])
-def test_the_kv_of_known_tokens_may_come_from_another_node(length: int, num_known: int, depth: int) -> None:
-    """Only the last known token is computed: its logits give the next one."""
-    world = World(depth=depth)
+@pytest.mark.parametrize("kv", [ONE_FULL, FULL_FAR_STATE])
+def test_the_kv_of_known_tokens_may_come_from_another_node(
+    length: int, num_known: int, depth: int, kv: GroupSet
+) -> None:
+    """Only the last known token is computed, on the state before it: its logits give the next one."""
+    world = World(depth=depth, kv=kv)
     asked = begun(message("a", prompt(length), work=Work.TAKE_OVER, max_tokens=num_known + 4), num_known)
     request = world.submit(asked)
     load = world.reserve(request)
     assert load is not None
-    assert load.num_tokens == length + num_known
+    assert load.num_tokens == length + num_known - 1
     world.finish_load(load)
     world.give_first_tokens(request)  # a P that sends some is not heard
     [chunk] = world.start_step().chunks
@@ -72,6 +76,33 @@ def test_a_cached_prefix_may_reach_into_the_known_tokens(num_cached: int) -> Non
     world.run_until_idle()
     assert request.num_cached_tokens == min(num_cached, BLOCK_SIZE + 8)
     assert request.num_external_tokens == len(whole) - 1 - num_cached
+    world.check_empty()
+
+
+@pytest.mark.parametrize("num_host_blocks", [0, 20])
+@pytest.mark.parametrize("grammar", ["", "g"])
+def test_a_state_that_was_loaded_may_be_lost_before_its_first_step(num_host_blocks: int, grammar: str) -> None:
+    """Swapped the stream keeps what was loaded, else its prompt and known tokens are computed here."""
+    world = World(kv=FULL_HALF_STATE, num_blocks=4, num_host_blocks=num_host_blocks, max_num_seqs=1)
+    runner = world.submit(message("a", prompt(30, 1), max_tokens=90))
+    world.start_step()
+    asked = message(
+        "d", prompt(20), work=Work.TAKE_OVER, max_tokens=40, grammar=grammar, ignore_eos=not grammar, priority=1
+    )
+    request = world.submit(begun(asked, 9))
+    load = world.reserve(request)
+    assert load is not None
+    assert load.num_tokens == 28
+    world.start_step()
+    world.finish_load(load)
+    while not runner.finished:
+        world.start_step()
+        world.check()
+    assert world.scheduler.counters[f"preemptions_{'swap' if num_host_blocks else 'recompute'}_total"] == 1
+    num_computed = world.worker.num_tokens_computed
+    world.run_until_idle()
+    num_drawn = len(request.sequences[0].token_ids) - 29
+    assert world.worker.num_tokens_computed - num_computed == num_drawn + (0 if num_host_blocks else 28)
     world.check_empty()
 
 

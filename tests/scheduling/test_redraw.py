@@ -173,8 +173,9 @@ def test_a_p_that_names_fewer_candidates_than_a_search_needs_is_not_believed() -
     assert reply.reason == "rejected: wrong number of first tokens"
 
 
-def test_a_state_is_taken_over_with_the_first_token_and_not_without() -> None:
+def test_a_state_is_taken_over_with_the_first_token_and_not_without(caplog: pytest.LogCaptureFixture) -> None:
     """To draw the first token here the last one of the prompt would be computed on a state that has it already."""
+    caplog.set_level("INFO", "pd_cluster.engine")
     node = DecodeNode(EQUAL, kv=FULL_WINDOW_STATE)
     node.load(EQUAL)
     node.succeed()
@@ -187,13 +188,14 @@ def test_a_state_is_taken_over_with_the_first_token_and_not_without() -> None:
         node.world.run_until_idle()
         assert node.transfers.counters["prefills_local_total"] == 1
         node.world.check_empty()
+    assert ["prompts are computed again" in record.message for record in caplog.records] == [True] * len(Redraw)
 
 
 # --- an answer that has begun on another node
 
 NUM_KNOWN = 9
 BEGUN = begun(message("r", OFFER.prompt_token_ids, work=Work.TAKE_OVER, max_tokens=NUM_KNOWN + 5), NUM_KNOWN)
-NUM_LOADED = len(BEGUN.prompt_token_ids) + NUM_KNOWN
+NUM_LOADED = len(BEGUN.prompt_token_ids) + NUM_KNOWN - 1
 WITH_KNOWN = msgspec.structs.replace(TICKETS[Redraw.MISMATCH], num_tokens=NUM_LOADED, num_samples=1)
 
 
@@ -205,9 +207,13 @@ def check_rest(node: DecodeNode) -> None:
     node.world.check_empty()
 
 
-def test_the_second_load_of_a_begun_answer_succeeds_too() -> None:
-    """D asks for the KV of prompt and known tokens. What P draws is not used, under whatever parameters."""
-    node = DecodeNode(None, BEGUN)
+@pytest.mark.parametrize("kv", [ONE_FULL, FULL_WINDOW_STATE])
+def test_the_second_load_of_a_begun_answer_succeeds_too(kv: GroupSet) -> None:
+    """D asks for the KV of prompt and known tokens but the last, and for the state after them.
+
+    What P draws is not used, under whatever parameters.
+    """
+    node = DecodeNode(None, BEGUN, kv)
     assert node.replies == [NeedsPrefill("r", 0)]
     node.transfers.use_ticket("r", WITH_KNOWN, DEADLINE_S)
     node.load(WITH_KNOWN)
@@ -220,24 +226,6 @@ def test_the_second_load_of_a_begun_answer_succeeds_too() -> None:
     assert node.world.worker.num_tokens_computed == 5, "only the last known token and those after it"
 
 
-@pytest.mark.parametrize("is_given", [False, True])
-def test_a_begun_answer_is_computed_here_where_a_state_would_have_its_last_token(
-    caplog: pytest.LogCaptureFixture, is_given: bool
-) -> None:
-    caplog.set_level("INFO", "pd_cluster.engine")
-    asked = msgspec.structs.replace(BEGUN, ticket=WITH_KNOWN) if is_given else BEGUN
-    node = DecodeNode(asked.ticket, asked, FULL_WINDOW_STATE)
-    assert not node.replies, "no P is asked"
-    if is_given:
-        node.check_declined()
-    else:
-        assert not node.connector.load_id
-    [record] = caplog.records
-    assert record.message.startswith("states are computed again")
-    check_rest(node)
-    assert node.transfers.counters["prefills_local_total"] == 1
-
-
 def test_a_ticket_for_the_prompt_alone_is_refused_for_a_begun_answer() -> None:
     node = DecodeNode(None, BEGUN)
     node.transfers.use_ticket("r", TICKETS[Redraw.MISMATCH], DEADLINE_S)
@@ -248,9 +236,9 @@ def test_a_ticket_for_the_prompt_alone_is_refused_for_a_begun_answer() -> None:
     check_rest(node)
 
 
-@pytest.mark.parametrize(("least", "is_asked"), [(NUM_KNOWN, True), (NUM_KNOWN + 1, False)])
+@pytest.mark.parametrize(("least", "is_asked"), [(NUM_KNOWN - 1, True), (NUM_KNOWN, False)])
 def test_known_tokens_count_as_the_end_of_the_prompt_that_may_be_cached(least: int, is_asked: bool) -> None:
-    """D has computed the prompt before: it lacks the known tokens only."""
+    """D has computed the prompt before: of what is loaded it lacks the known tokens only, but the last."""
     node = DecodeNode(None, BEGUN)
     node.transfers.forget(node.request)
     node.world.take(node.world.scheduler.abort(node.request))

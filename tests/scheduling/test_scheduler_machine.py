@@ -138,8 +138,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             ignore_eos=ignore_eos and not grammar, priority=priority, salt=salt, group=group, grammar=grammar,
             min_tokens=0 if grammar or beams else min_tokens, beams=beams,
         )  # fmt: skip
-        goes_on = work is Work.TAKE_OVER and n == 1 and not self.world.kv.has_state  # it has no state before the last
-        if num_known and not beams and (work is Work.GENERATE or goes_on):
+        if num_known and not beams and (work is Work.GENERATE or (work is Work.TAKE_OVER and n == 1)):
             asked = begun(asked, num_known)
         try:
             self.world.submit(asked)

@@ -66,7 +66,7 @@ def engine_of_d(n: int = 1, ids: Sequence[int] = ANSWER) -> FakeEngine:
 
 @pytest.mark.long
 @pytest.mark.parametrize("more", [{}, {"prompt_logprobs": 2}, {"echo": True, "logprobs": 1}])
-async def test_p_computes_the_prompt_with_the_known_tokens(more: dict[str, Any]) -> None:
+async def test_p_computes_the_prompt_with_the_known_tokens_but_the_last(more: dict[str, Any]) -> None:
     """Log-probabilities of the prompt came with the beginning: no node finds them out again."""
     body = BODY | more
     async with (
@@ -78,7 +78,7 @@ async def test_p_computes_the_prompt_with_the_known_tokens(more: dict[str, Any])
         rest = await go_on(second, body, messages[: 1 + NUM_KNOWN], p.url)
         same_content(data_of(messages[: 1 + NUM_KNOWN]) + rest, data_of(messages))
         [asked], [request], use = p.engine.requests, second.engine.requests, second.engine.sent[0]
-    assert (asked.work, asked.prompt_token_ids, asked.salt) == (Work.PREFILL, PROMPT + ANSWER[:NUM_KNOWN], "s")
+    assert (asked.work, asked.prompt_token_ids, asked.salt) == (Work.PREFILL, PROMPT + ANSWER[: NUM_KNOWN - 1], "s")
     assert asked.outputs is request.outputs is None
     assert asked.sampling == SamplingParams(max_tokens=1, temperature=0.0), "nothing uses what P draws"
     assert asked.priority == request.priority == -1, "before what has not begun, on both nodes"

@@ -67,6 +67,7 @@ async def test_the_nodes_answer_as_they_did(router: str, exchange: Exchange) -> 
     assert (on_p.work, on_p.hold_lease, on_d.work) == (Work.PREFILL, True, Work.TAKE_OVER)
     assert on_d.ticket == verify(KEY, given["ticket"], Ticket, time.time())
     assert on_d.prompt_token_ids == on_p.prompt_token_ids
+    assert on_d.sampling.first_token_digest == on_p.sampling.first_token_digest, "D would draw it again"
     assert (headers["x-pd-prefill"], headers["x-pd-decode"]) == ("p", "d")
     assert d.metric("pd_external_tokens_total") == len(on_p.prompt_token_ids)
 

@@ -189,9 +189,12 @@ async def test_several_prompts_are_answered_without_a_ticket_and_left_to_d() -> 
         assert node.metric('pd_handoff_fallbacks_total{reason="several_prompts"}') == 2
 
 
-async def test_min_tokens_of_the_real_request_is_no_error_of_its_leg() -> None:
+@pytest.mark.parametrize(("asked", "headers", "used"), [(9, {}, 9), (1, {}, 0), (1, STREAM, 1)])
+async def test_min_tokens_are_those_of_the_real_request(asked: int, headers: dict[str, str], used: int) -> None:
+    """More than one is no error of the leg; one is what vllm-router adds to it, and our own does not."""
     async with running(FakeEngine(says([5]))) as node:
-        body = {"prompt": "a", "max_tokens": 1, "min_tokens": 9, "kv_transfer_params": FOREIGN}
-        async with node.session.post(f"{node.url}/v1/completions", json=body) as response:
+        body = {"prompt": "a", "max_tokens": 1, "min_tokens": asked, "kv_transfer_params": FOREIGN}
+        async with node.session.post(f"{node.url}/v1/completions", json=body, headers=headers) as response:
             assert response.status == 200
-        assert node.engine.requests[0].sampling.min_tokens == 9
+            await response.read()
+        assert node.engine.requests[0].sampling.min_tokens == used

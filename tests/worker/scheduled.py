@@ -73,13 +73,14 @@ class ScheduledWorker:
 
     def add(
         self, name: str, ids: Ids[int], max_tokens: int = 4, work: Work = Work.GENERATE, n: int = 1,
-        temperature: float = 0.0, beams: BeamParams | None = None,
+        temperature: float = 0.0, beams: BeamParams | None = None, known: Ids[int] = (),
     ) -> Request:  # fmt: skip
         sampling = SamplingParams(
             max_tokens=max_tokens, temperature=temperature, n=n, seed=1, ignore_eos=True, beams=beams
         )
         lease_id = f"lease-{name}" if work is Work.PREFILL else None
-        request = Request.from_message(AddRequest(name, list(ids), sampling, work), lease_id=lease_id)
+        message = AddRequest(name, list(ids), sampling, work, known=(tuple(known),) if known else ())
+        request = Request.from_message(message, lease_id=lease_id)
         (self.scheduler.park if work is Work.TAKE_OVER else self.scheduler.add)(request)
         self.outputs[name] = [[] for _ in range(n)]
         return request
@@ -129,8 +130,8 @@ class ScheduledWorker:
         read(self.executor, load, peer.executor, peer.published[lease_id])
         self.scheduler.admit_loaded(request)
         update = self.scheduler.set_first_tokens(request, peer.firsts[lease_id.removeprefix("lease-")])
-        assert update is not None
-        for one in update.sequences:
+        assert (update is None) is bool(request.message.known), "of an answer that has begun none is used"
+        for one in () if update is None else update.sequences:
             self.outputs[request.request_id][one.index] += [token.token_id for token in one.tokens]
 
     def schedule_load(self) -> None:

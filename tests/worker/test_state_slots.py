@@ -164,6 +164,33 @@ def test_a_prompt_is_handed_over_with_its_state(
     assert largest_error(decode, saved.model) < TOLERANCE
 
 
+@pytest.mark.parametrize(("length", "num_known"), [(64, 1), (60, 5), (75, 4), (30, 70)])
+def test_a_begun_answer_goes_on_with_the_state_before_its_last_token(
+    saved: SavedModel, start: Callable[..., ScheduledWorker], length: int, num_known: int
+) -> None:
+    """Two decode nodes die. P goes on from its own state at the prompt's end, and the next node computes one token."""
+    prefill, known = start(budget=23), list[int]()
+    (prompt,) = random_prompts((length,), 320, seed=length)
+    answers, states = [], [0]  # states that P has kept, by their tokens
+    for name, num_more in (("first", num_known), ("second", 3), ("third", 0)):
+        loaded = prompt + known[:-1]
+        read = prefill.add(name, loaded, work=Work.PREFILL)
+        prefill.run()
+        assert read.num_cached_tokens == max(kept for kept in states if kept < len(loaded))
+        states.append(len(loaded) // PIECE * PIECE)
+        decode = start()
+        request = decode.add(name, prompt, max_tokens=num_known + 9, work=Work.TAKE_OVER, known=known)
+        decode.take_over(request, prefill, f"lease-{name}")
+        decode.run()
+        assert request.num_external_tokens == len(loaded)
+        assert decode.drawn[0].end == len(loaded) + 1
+        assert largest_error(decode, saved.model) < TOLERANCE
+        answers.append(known + decode.outputs[name][0])
+        known = answers[0][: len(known) + num_more]
+    assert answers == answers[:1] * 3
+    assert largest_error(prefill, saved.model) < TOLERANCE
+
+
 def test_a_checkpoint_that_the_device_evicted_is_found_in_host_memory(
     saved: SavedModel, start: Callable[..., ScheduledWorker]
 ) -> None:

@@ -100,7 +100,7 @@ class KvTransferParams(msgspec.Struct, kw_only=True):
     offer: str | None = None
     prompt_token_ids: list[int] | None = None
     continuation: Continuation | None = None  # see `continuation.py`
-    goes_on: bool | None = None  # D to P: the prompt ends with the known tokens of a stream that was cut
+    goes_on: bool | None = None  # D to P: the KV is for a stream that was cut
     prompt_steps: list[tuple[int, int]] | None = None  # names of the prompt's blocks: see `AddRequest.steps`
     # D to P, see `decode_sampling`; without it P reads the body's own fields
     sampling: Annotated[msgspec.Raw, Meta(extra_json_schema={"type": "object"})] | UnsetType = UNSET

@@ -102,7 +102,7 @@ class GenerationRequest:
     @property
     def loaded_ids(self) -> list[int]:
         """The token ids of which another node may give the KV, see `AddRequest.known`."""
-        return self.prompt if self.known is None else [*self.prompt, *self.known.only_tokens]
+        return self.prompt if self.known is None else [*self.prompt, *self.known.only_tokens[:-1]]
 
     @property
     def prompt_digest(self) -> bytes:

@@ -8,7 +8,7 @@ a ticket of another protocol version      this node: during an upgrade the offer
 none, or none that can be trusted         this node
 any, and the answer shows the             this node: KV from elsewhere tells no log-probabilities
 prompt's log-probabilities
-a stream's continuation and an offer      as for a prompt, which is here the prompt with the known tokens
+a stream's continuation and an offer      as for a prompt, which is here with the known tokens but the last
 a continuation of several choices         this node
 
 after a failed load, `on_load_failure`:   any: the offer's next node, else this one   remote: the next node, else error

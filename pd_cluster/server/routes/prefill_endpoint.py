@@ -90,9 +90,19 @@ async def _stream_ticket(state: NodeState, caller: Caller, reply: Reply, ask: Ge
 def _one_token(state: NodeState, ask: GenerationAsk) -> GenerationAsk:
     """`ask` for the first token alone: with the parameters of D if D sent them, else with the body's."""
     if ask.params.sampling is msgspec.UNSET:
-        return replace(ask, sampling=partial(ask.sampling, one_token=True))
+        return replace(ask, sampling=partial(_own_sampling, ask))
     raw = bytes(ask.params.sampling)
     return replace(ask, form=partial(_sent_form, raw), sampling=partial(_sent_sampling, state, raw))
+
+
+def _own_sampling(ask: GenerationAsk, num_tokens: int, grammar: str, bad_words: BadWords) -> SamplingParams:
+    """Those of the body, without the `min_tokens` 1 that vllm-router sets beside its limit of one token.
+
+    D is asked without it, so it would draw the first token of each prompt again: with states all of the prompt.
+    """
+    sampling, body = ask.sampling(num_tokens, grammar, bad_words, one_token=True), ask.body
+    is_set = body.max_tokens == body.min_tokens == 1 and ask.kv_source is not None and ask.kv_source.hold_lease
+    return msgspec.structs.replace(sampling, min_tokens=0) if is_set else sampling
 
 
 async def _sent_form(raw: bytes) -> GrammarSource | None:
