@@ -37,7 +37,6 @@ PORTS = 20_000, 32_000  # Ray's workers have those from 10,002 to 19,999
 LEFT_OUT = ("--include-log-monitor=false", "--disable-usage-stats")
 LEFT_OUT_OF_HEAD = ("--include-dashboard=false", "--no-monitor")
 SITE = Path(__file__).with_name("site")  # what Ray's processes import first
-PATIENT = {"RAY_agent_register_timeout_ms": "300000"}  # 30 s else, from a raylet's first use of its agent
 
 
 class Machines:
@@ -54,7 +53,7 @@ class Machines:
         self._environment = {
             "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN, "RAY_USAGE_STATS_ENABLED": "0", "HOME": str(root),
             "RAY_ADDRESS": "", "PYTHONPATH": f"{SITE}{os.pathsep}{base_environment()['PYTHONPATH']}",
-            **PATIENT, **(environment or {}),
+            **(environment or {}),
         }  # fmt: skip
         self.running: list[Launched] = []
         self._root = root

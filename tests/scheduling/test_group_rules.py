@@ -365,7 +365,7 @@ PREEMPTIONS = ("preemptions_recompute_total", "preemptions_swap_total")
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", SEVERAL)
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
 def test_a_preemption_for_a_sequence_makes_room_for_it(name: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     make_writable = Planner._make_writable
     num_helped = 0
