@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pd_kernels.state import PIECE, StatePlan
+from pd_kernels.values import leading_ones
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -77,7 +78,7 @@ class StateRows:
         num_pieces = piece_starts[-1]
         assert num_pieces <= len(places.saves), "the size has no room for so many pieces"
         places.sources[:count], places.slots[:count] = self.step(chunks, rows)
-        places.positions[:count] = positions
+        places.positions[:count], places.num_decodes[:] = positions, leading_ones(lens)
         places.piece_starts[: count + 1], places.piece_starts[count + 1 :] = piece_starts, num_pieces
         saves = saves_of(chunks, piece_starts[:-1] - positions // PIECE, num_pieces)
         if saves is not None:

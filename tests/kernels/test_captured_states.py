@@ -23,13 +23,14 @@ from pd_cluster.scheduling.batch import Batch, NewBlocks, SequenceChunk, Sequenc
 from pd_cluster.worker.cuda_graphs.captured_step import MixedStep, ReplayOutputs
 from pd_cluster.worker.cuda_graphs.graph_sizes import GraphSizes, step_sizes
 from pd_cluster.worker.cuda_graphs.recorder import CudaRecorder
-from pd_cluster.worker.cuda_graphs.state_places import StateRoom, most_pieces
+from pd_cluster.worker.cuda_graphs.state_places import StateRoom
 from pd_cluster.worker.host_buffer import HostBuffer
 from pd_cluster.worker.input_batch import InputBatch
 from pd_cluster.worker.sampling_state import SamplingState
 from pd_kernels.chunk_tiles import ChunkTiles
 from pd_kernels.state import PIECE, StateCache
 from pd_kernels.torch_state import TorchState
+from pd_kernels.triton_pieces import most_pieces
 from pd_kernels.triton_state import TritonState
 from pd_kernels.values import StepSize
 from tests.kernels.state_steps import Layer, make_cache, make_layer
@@ -260,7 +261,12 @@ def test_any_step_that_a_size_accepts_has_its_plan(parts: tuple[Part, ...]) -> N
         packer.place(step, parts)
         plan, num_pieces = packer.planned(step), int(expected.piece_starts[-1])
         assert plan.saves is not None
-        assert num_pieces <= len(plan.saves) == most_pieces(size)
+        assert plan.prompts is not None
+        num_decodes = next((at for at, part in enumerate(parts) if part.num_tokens > 1), count)
+        assert plan.prompts.first.tolist() == [num_decodes]
+        assert count - num_decodes <= plan.prompts.most == size.num_chunks
+        assert num_pieces - num_decodes <= plan.prompts.most_pieces
+        assert num_pieces <= len(plan.saves) == most_pieces(plan, size.num_tokens)
         for name in ("sources", "slots", "positions"):
             found = getattr(plan, name).tolist()
             assert found[:count] == getattr(expected, name).tolist(), name
@@ -271,7 +277,15 @@ def test_any_step_that_a_size_accepts_has_its_plan(parts: tuple[Part, ...]) -> N
             assert found == wanted + wanted[-1:] * (size.num_seqs - count), name
         saves = [-1] * num_pieces if expected.saves is None else expected.saves.tolist()
         assert plan.saves.tolist() == saves + [-1] * (len(plan.saves) - num_pieces)
-        tensors = plan.sources, plan.slots, plan.starts, plan.positions, plan.saves, plan.piece_starts
+        tensors = (
+            plan.sources,
+            plan.slots,
+            plan.starts,
+            plan.positions,
+            plan.saves,
+            plan.piece_starts,
+            *plan.prompts[:1],
+        )
         assert not any(tensor.data_ptr() % 16 for tensor in tensors), "kernels are compiled for what is aligned"
 
 

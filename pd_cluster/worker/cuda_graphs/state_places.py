@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from pd_cluster.worker.state_rows import NONE
-from pd_kernels.state import PIECE, StatePlan
+from pd_kernels.state import PIECE, Prompts, StatePlan
 
 if TYPE_CHECKING:
     from pd_kernels.values import StepSize
@@ -34,6 +34,7 @@ class StatePlaces(NamedTuple):
     positions: Any  # [S]
     piece_starts: Any  # [S + 1]
     saves: Any  # [most pieces]
+    num_decodes: Any  # [1]: sequences at the front that have one token each
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,15 +43,19 @@ class StateRoom:
 
     num_seqs: int
     no_slot: int  # the slot that no sequence has
+    most_prompts: int
+    prompt_pieces: int  # the most that these touch
     bounds: tuple[tuple[int, int], ...]  # start and end of each part in the array that `places` divides
     length: int  # of this array
 
     @classmethod
     def of(cls, size: StepSize, no_slot: int) -> StateRoom:
-        counts = (*[size.num_seqs] * 3, size.num_seqs + 1, most_pieces(size))
+        pieces = most_pieces(size.num_tokens, size.num_chunks)
+        most = size.num_seqs - size.num_chunks + pieces
+        counts = (*[size.num_seqs] * 3, size.num_seqs + 1, most, 1)
         *begins, length = accumulate((-(-count // _ALIGNED) * _ALIGNED for count in counts), initial=0)
         bounds = tuple((begin, begin + count) for begin, count in zip(begins, counts, strict=True))
-        return cls(size.num_seqs, no_slot, bounds, length)
+        return cls(size.num_seqs, no_slot, size.num_chunks, pieces, bounds, length)
 
     def places(self, whole: Any) -> StatePlaces:
         """Divide `whole` [length] into views."""
@@ -63,16 +68,12 @@ class StateRoom:
 
     def plan(self, places: StatePlaces, query_starts: torch.Tensor) -> StatePlan:
         """Plan the states. `query_starts`: int64, from MixedPlaces."""
-        _, sources, slots, positions, piece_starts, saves = self.places(places.whole.to(torch.int32))
+        _, sources, slots, positions, piece_starts, saves, first = self.places(places.whole.to(torch.int32))
         starts = query_starts[: self.num_seqs + 1].to(torch.int32)
-        return StatePlan(sources, slots, starts, positions, saves, piece_starts)
+        prompts = Prompts(first, self.most_prompts, self.prompt_pieces)
+        return StatePlan(sources, slots, starts, positions, saves, piece_starts, prompts=prompts)
 
 
-def most_pieces(size: StepSize) -> int:
-    """The most pieces that the sequences of a step touch: a decode touches one, a chunk some that it does not fill.
-
-    A chunk of n tokens touches at most (n + 126) // 64. So a step of as many chunks as may be touches the most.
-    """
-    num_decodes = size.num_seqs - size.num_chunks if size.has_decodes else 0
-    in_chunks = (size.num_tokens - num_decodes + 2 * (PIECE - 1) * size.num_chunks) // PIECE
-    return min(size.num_tokens, num_decodes + in_chunks)
+def most_pieces(num_tokens: int, num_chunks: int) -> int:
+    """The most pieces that chunks of so many tokens touch: one of n tokens touches at most (n + 126) // 64."""
+    return (num_tokens + 2 * (PIECE - 1) * num_chunks) // PIECE
