@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import torch
 
 PIECE = 64  # tokens
+NONE = -1  # a source: zeros; a save: none
 
 
 class StateCache(NamedTuple):

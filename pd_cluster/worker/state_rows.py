@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pd_kernels.state import PIECE, StatePlan
+from pd_kernels.state import NONE, PIECE, StatePlan
 from pd_kernels.values import leading_ones
 
 if TYPE_CHECKING:
@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from pd_cluster.scheduling.batch import NewBlocks, SequenceChunk
     from pd_cluster.worker.cuda_graphs.state_places import StatePlaces
     from pd_kernels.values import Ints
-
-NONE = -1  # a source: zeros; a save: none
 
 
 class StateRows:

@@ -22,8 +22,7 @@ import torch
 
 from pd_cluster.models.forward_inputs import Tail
 from pd_cluster.worker.cuda_graphs.state_places import StateRoom
-from pd_cluster.worker.state_rows import NONE
-from pd_kernels.state import StatePlan
+from pd_kernels.state import NONE, StatePlan
 from pd_kernels.values import StepOnDevice, leading_ones
 
 if TYPE_CHECKING:

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from pd_cluster.worker.state_rows import NONE
-from pd_kernels.state import PIECE, Prompts, StatePlan
+from pd_kernels.state import NONE, PIECE, Prompts, StatePlan
 
 if TYPE_CHECKING:
     from pd_kernels.values import StepSize
