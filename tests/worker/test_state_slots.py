@@ -253,7 +253,7 @@ def test_graphs_of_steps_with_prompts_read_write_and_save_states(
     """On a GPU, as the node's own start has captured them. Heads have sizes that the kernels compute."""
     name, options = STATE_MODELS[kind]
     saved = save_model(name, tmp_path, {**options, "linear_value_head_dim": 32})
-    executor, replayed = make_executor(saved.directory, num_blocks=40, device="cuda"), list[StepSize]()
+    executor, replayed = make_executor(saved.directory, device="cuda"), list[StepSize]()
     worker, replay = ScheduledWorker(executor, budget=90), executor._runner.graphs.replay
 
     def noted(inputs: ReplayInputs, size: StepSize) -> ReplayOutputs:
