@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import torch
 
 PIECE = 64  # tokens
+NONE = -1  # a source: zeros; a save: none
 
 
 class StateCache(NamedTuple):
@@ -28,6 +29,17 @@ class StateCache(NamedTuple):
     heads. A head's part is contiguous.
     """
     recurrent: torch.Tensor  # float32 [slots, value_heads, key_dim, value_dim]; a head's part is contiguous
+
+
+class Prompts(NamedTuple):
+    """Bounds of the sequences that have several tokens, for a captured step, in which most others may be empty.
+
+    Programs for several tokens have many registers, so that few run at once: those without work take time, too.
+    """
+
+    first: torch.Tensor  # int32 [1]: sequences before this one have one token each, and a piece each
+    most: int  # sequences from there on that have a token are no more
+    most_pieces: int  # nor their pieces
 
 
 class StatePlan(NamedTuple):
@@ -44,11 +56,12 @@ class StatePlan(NamedTuple):
     positions: torch.Tensor  # int32 [seqs]: tokens of the sequence before this step
     saves: torch.Tensor | None  # int32 [pieces], at least piece_starts[-1]; None: nothing is saved
     """For each piece that a sequence touches, of each sequence in turn: the slot that the state at the piece's end is
-    copied to, -1 for none. Only pieces that are complete after this step may have one. Its length is the size of
-    launches: a step that knows the number of its pieces gives it, also if nothing is saved.
+    copied to, -1 for none. Only pieces that are complete after this step may have one. Without `prompts` its length is
+    the size of launches: a step that knows the number of its pieces gives it, also if nothing is saved.
     """
     piece_starts: torch.Tensor  # int32 [seqs + 1]: sequence i touches pieces [piece_starts[i], piece_starts[i + 1])
     is_decode: bool = False  # each sequence has exactly one token: token i is of sequence i. `saves` may be given too
+    prompts: Prompts | None = None  # None: any sequence may have several tokens
 
 
 class StateGates(NamedTuple):

@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 
 from pd_kernels.state import PIECE
-from pd_kernels.triton_pieces import most_pieces, sequence_of, tokens_of
+from pd_kernels.triton_pieces import prompts_of, sequence_of, tokens_of
 
 if TYPE_CHECKING:
     from pd_kernels.state import StatePlan
@@ -92,11 +92,14 @@ def _inverse(lower, SIZE: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.const
 
 @triton.jit(do_not_specialize=["num_seqs"])
 def _triangles_kernel(
-    q, k, g, beta, starts, positions, piece_starts, triangles, factors, num_seqs, num_heads, ratio, scale, eps,
+    q, k, g, beta, starts, positions, piece_starts, begin, triangles, factors, num_seqs, num_heads, ratio, scale, eps,
     q_stride, k_stride, KEYS: tl.constexpr, SIZE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Write T and the factors of results, [2, SIZE, SIZE], and four factors of each token [4, SIZE]."""
-    head, piece = tl.program_id(0), tl.program_id(1)
+    """Write T and the factors of results, [2, SIZE, SIZE], and four factors of each token [4, SIZE].
+
+    `begin`: the first piece that has a place there.
+    """
+    head, piece = tl.program_id(0), tl.load(begin) + tl.program_id(1)
     if piece >= tl.load(piece_starts + num_seqs):
         return
     sequence = sequence_of(piece_starts, num_seqs, piece)
@@ -106,7 +109,7 @@ def _triangles_kernel(
     at = tl.arange(0, SIZE)
     row = base + at
     inside = (row >= low) & (row < high)
-    place = (piece * num_heads + head).to(tl.int64)
+    place = (tl.program_id(1) * num_heads + head).to(tl.int64)
     tile = triangles + place * 2 * SIZE * SIZE + at[:, None] * SIZE + at[None, :]
     keys = _rows(k, row, inside, k_stride, head // ratio * KEYS, KEYS)
     part = tl.load(beta + row * num_heads + head, mask=inside, other=0.0)
@@ -129,14 +132,18 @@ def _triangles_kernel(
     tl.store(tile, (inverse * part[None, :]).to(triangles.dtype.element_ty))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_seqs"])
 def _states_kernel(
-    q, k, v, recurrent, sources, slots, starts, positions, piece_starts, saves, triangles, factors, out,
-    num_heads, ratio, q_stride, k_stride, v_stride, slot_stride, head_stride,
+    q, k, v, recurrent, sources, slots, starts, positions, piece_starts, begin, saves, triangles, factors, out,
+    num_seqs, num_heads, ratio, q_stride, k_stride, v_stride, slot_stride, head_stride,
     KEYS: tl.constexpr, VALUES: tl.constexpr, PART: tl.constexpr, SIZE: tl.constexpr, SAVES: tl.constexpr,
     STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    head, sequence = tl.program_id(0) // (VALUES // PART), tl.program_id(1)
+    """`begin`: the first sequence, and the first piece that has a place in `triangles`."""
+    away = tl.load(begin)
+    head, sequence = tl.program_id(0) // (VALUES // PART), away + tl.program_id(1)
+    if sequence >= num_seqs:
+        return
     start, end = tl.load(starts + sequence).to(tl.int64), tl.load(starts + sequence + 1)
     if end - start <= 1:
         return
@@ -156,17 +163,17 @@ def _states_kernel(
         queries = _rows(q, row, inside, q_stride, head // ratio * KEYS, KEYS)
         values_at = v + row[None, :] * v_stride + head * VALUES + value[:, None]
         values = tl.load(values_at, mask=inside[None, :], other=0.0).to(tl.float32)
-        tile = triangles + (piece * num_heads + head).to(tl.int64) * 2 * SIZE * SIZE
-        tile += at[:, None] * SIZE + at[None, :]
+        held = ((piece - away) * num_heads + head).to(tl.int64)
+        tile = triangles + held * 2 * SIZE * SIZE + at[:, None] * SIZE + at[None, :]
         inverse, seen = tl.load(tile), tl.load(tile + SIZE * SIZE)
-        factor = factors + (piece * num_heads + head).to(tl.int64) * 4 * SIZE + at
+        factor = factors + held * 4 * SIZE + at
         of_old, of_new, of_result = tl.load(factor), tl.load(factor + SIZE), tl.load(factor + 2 * SIZE)
         old = state.to(k.dtype.element_ty)
         values -= tl.dot(old, tl.trans(keys), input_precision=PRECISION) * of_old[None, :]
         changes = tl.dot(values.to(k.dtype.element_ty), tl.trans(inverse), input_precision=PRECISION)
         results = tl.dot(old, tl.trans(queries), input_precision=PRECISION) * of_result[None, :]
         results = tl.dot(changes.to(k.dtype.element_ty), tl.trans(seen), results, input_precision=PRECISION)
-        state *= tl.load(factors + (piece * num_heads + head).to(tl.int64) * 4 * SIZE + 3 * SIZE)
+        state *= tl.load(factors + held * 4 * SIZE + 3 * SIZE)
         state = tl.dot((changes * of_new[None, :]).to(k.dtype.element_ty), keys, state, input_precision=PRECISION)
         out_at = out + (row * num_heads + head)[None, :] * VALUES + value[:, None]
         tl.store(out_at, results.to(out.dtype.element_ty), mask=inside[None, :])
@@ -195,18 +202,19 @@ def mix_pieces(
     See StateOps.
     """
     num_heads, num_keys, num_values = recurrent.shape[1:]
-    num_pieces, ratio, part = most_pieces(plan, len(v)), v.shape[1] // k.shape[1], min(tile.values, num_values)
+    ratio, part = v.shape[1] // k.shape[1], min(tile.values, num_values)
+    begin, num_prompts, num_pieces = prompts_of(plan, len(v))
     triangles = torch.empty((num_pieces, num_heads, 2, PIECE, PIECE), dtype=k.dtype, device=k.device)
     factors = torch.empty((num_pieces, num_heads, 4, PIECE), dtype=torch.float32, device=k.device)
     saves, is_wide = plan.saves, k.dtype is torch.float32  # two stages of it exceed a multiprocessor's shared memory
     precision, stages = ("ieee", 1) if is_wide else (tile.precision, tile.num_stages)
-    where = plan.starts, plan.positions, plan.piece_starts
+    where, num_seqs = (plan.starts, plan.positions, plan.piece_starts, begin), len(plan.slots)
     _triangles_kernel[(num_heads, num_pieces)](
-        q, k, g, beta, *where, triangles, factors, len(plan.slots), num_heads, ratio, scale, eps,
+        q, k, g, beta, *where, triangles, factors, num_seqs, num_heads, ratio, scale, eps,
         q.stride(0), k.stride(0), num_keys, PIECE, precision, num_warps=tile.triangle_warps,
     )  # fmt: skip
-    _states_kernel[(num_heads * num_values // part, len(plan.slots))](
+    _states_kernel[(num_heads * num_values // part, num_prompts)](
         q, k, v, recurrent, plan.sources, plan.slots, *where, plan.sources if saves is None else saves, triangles,
-        factors, out, num_heads, ratio, q.stride(0), k.stride(0), v.stride(0), recurrent.stride(0), recurrent.stride(1),
+        factors, out, num_seqs, num_heads, ratio, q.stride(0), k.stride(0), v.stride(0), *recurrent.stride()[:2],
         num_keys, num_values, part, PIECE, saves is not None, stages, precision, num_warps=tile.num_warps,
     )  # fmt: skip

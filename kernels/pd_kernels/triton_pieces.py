@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import triton
 import triton.language as tl
 
-from pd_kernels.state import PIECE
+from pd_kernels.state import PIECE, Prompts
 
 if TYPE_CHECKING:
     from pd_kernels.state import StatePlan
@@ -37,6 +37,15 @@ def tokens_of(starts, positions, piece_starts, sequence, piece, SIZE: tl.constex
 
 def most_pieces(plan: StatePlan, num_tokens: int) -> int:
     """A number of pieces that the step's sequences do not pass, from shapes alone: a captured step has no other."""
+    if plan.prompts is not None:
+        return len(plan.slots) - plan.prompts.most + plan.prompts.most_pieces
     if plan.saves is not None:
         return len(plan.saves)
     return (num_tokens + 2 * (PIECE - 1) * len(plan.slots)) // PIECE
+
+
+def prompts_of(plan: StatePlan, num_tokens: int) -> Prompts:
+    """Where the sequences of several tokens begin, and how many they may be."""
+    if plan.prompts is not None:
+        return plan.prompts
+    return Prompts(plan.starts, len(plan.slots), most_pieces(plan, num_tokens))  # the first of the starts is 0

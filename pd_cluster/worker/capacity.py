@@ -174,7 +174,9 @@ class MemoryEstimate:
         if self._limits.cuda_graphs:
             limits = replace(self._limits, max_num_seqs=seqs, max_num_batched_tokens=0)
             has_drafts = limits.speculation != "none"  # before a plan knows: at least what is taken
-            graphs = captured_bytes(limits, self._vocab_size * self._dtype_bytes, has_drafts=has_drafts)
+            graphs = captured_bytes(
+                limits, self._vocab_size * self._dtype_bytes, has_drafts=has_drafts, has_states=self._state_bytes > 0
+            )
         return max(0.0, self.room - self._step_bytes - sampling - graphs)
 
     def cache_tokens(self, seqs: int) -> int:

@@ -123,7 +123,8 @@ class DeviceLoaded(DeviceState):
         )  # fmt: skip
         if captures_steps(limits, plan.attentions, plan.device):
             row_bytes = plan.model.vocab_size * DTYPES[plan.model.dtype].itemsize
-            free -= captured_bytes(limits, row_bytes, has_drafts=plan.most_drafts > 0)
+            has_drafts, has_states = plan.most_drafts > 0, plan.state_views is not None
+            free -= captured_bytes(limits, row_bytes, has_drafts=has_drafts, has_states=has_states)
         return max(0, int(free))
 
     def allocate(self, slabs: KvSlabs, num_host_blocks: int, num_later: int = 0) -> DeviceCached:

@@ -156,6 +156,8 @@ class InputBatch:
         places.positions[:num_tokens] = positions
         for group in self._tables.groups:
             places.slots[group, :num_tokens] = self._tables.slots(group, row_of_token, positions)
+        if self._states is not None:
+            self._states.fill_pieces(places.states, chunks, rows, lens, ends)
         samples = self._plan_samples(chunks, rows, known, has_drafts=has_drafts)
         step.fill(places, chunks, samples, lens, ends)
         return self._replayed(samples, rows, lens, ends, places, draws)

@@ -63,11 +63,11 @@ class ModelRunner:
         block_sizes = [group.block_size for group in cache.layout.groups if group.kind is not KVKind.STATE]
         num_rows = limits.max_num_seqs
         layout = DrawLayout(num_rows * (2 if plan.most_drafts else 1), vocab_size, num_rows)
-        # Up to 50 bytes a token and 8 for each further group, 230 a sequence, block tables of all sequences and of
+        # Up to 56 bytes a token and 8 for each further group, 270 a sequence, block tables of all sequences and of
         # those that sample, a draw's inputs, a mask for each sequence. Arrays that do not fit are copied one by one
         num_blocks = sum(table_width(max_len, size) for size in block_sizes)
         num_bytes = limits.max_num_batched_tokens * (56 + 8 * len(block_sizes)) + num_rows * (
-            230 + 8 * num_blocks + vocab_size // 8
+            270 + 8 * num_blocks + vocab_size // 8
         )
         self.host_buffer = host_buffer = HostBuffer(device, num_bytes + 8 * layout.length + 1024)
         context = StageContext(

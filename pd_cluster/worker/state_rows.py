@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pd_kernels.state import PIECE, StatePlan
+from pd_kernels.state import NONE, PIECE, StatePlan
+from pd_kernels.values import leading_ones
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -15,9 +16,8 @@ if TYPE_CHECKING:
     import torch
 
     from pd_cluster.scheduling.batch import NewBlocks, SequenceChunk
+    from pd_cluster.worker.cuda_graphs.state_places import StatePlaces
     from pd_kernels.values import Ints
-
-NONE = -1  # a source: zeros; a save: none
 
 
 class StateRows:
@@ -52,7 +52,7 @@ class StateRows:
     ) -> StatePlan:  # fmt: skip
         """The plan of a step of chunks of `lens` tokens up to `ends`."""
         positions, places = ends - lens, self.step(chunks, rows)
-        piece_starts = np.concatenate(([0], np.cumsum((ends - 1) // PIECE + 1 - positions // PIECE)))
+        piece_starts = piece_starts_of(positions, ends)
         saves = saves_of(chunks, piece_starts[:-1] - positions // PIECE, piece_starts[-1])
         starts = np.concatenate(([0], np.cumsum(lens)))
         fields = (*places, starts, positions, piece_starts)
@@ -66,6 +66,26 @@ class StateRows:
         saves = saves_of(chunks, np.arange(len(rows)) - positions // PIECE, len(rows))
         if saves is not None:
             places[2, : len(rows)] = saves
+
+    def fill_pieces(
+        self, places: StatePlaces, chunks: tuple[SequenceChunk, ...], rows: Ints, lens: Ints, ends: Ints
+    ) -> None:
+        """Write the inputs of a captured step with prompts: what `plan` has for the same step."""
+        count, positions = len(rows), ends - lens
+        piece_starts = piece_starts_of(positions, ends)
+        num_pieces = piece_starts[-1]
+        assert num_pieces <= len(places.saves), "the size has no room for so many pieces"
+        places.sources[:count], places.slots[:count] = self.step(chunks, rows)
+        places.positions[:count], places.num_decodes[:] = positions, leading_ones(lens)
+        places.piece_starts[: count + 1], places.piece_starts[count + 1 :] = piece_starts, num_pieces
+        saves = saves_of(chunks, piece_starts[:-1] - positions // PIECE, num_pieces)
+        if saves is not None:
+            places.saves[:num_pieces] = saves
+
+
+def piece_starts_of(positions: Ints, ends: Ints) -> Ints:
+    """Where the pieces of each chunk [position, end) begin among those of the step, and their number [n + 1]."""
+    return np.concatenate(([0], np.cumsum((ends - 1) // PIECE + 1 - positions // PIECE)))
 
 
 def saves_of(chunks: tuple[SequenceChunk, ...], first_pieces: Ints, num_pieces: int) -> npt.NDArray[np.int32] | None:

@@ -21,7 +21,7 @@ from pd_kernels.triton_delta_decode import DECODE_TILE, _decode_kernel
 from pd_kernels.triton_delta_pieces import PIECES_TILE, PiecesTile, _states_kernel, _triangles_kernel
 from pd_kernels.triton_state import _gates_kernel, _norm_kernel
 
-PLACES = dict.fromkeys(("sources", "slots", "starts", "positions", "piece_starts", "saves"), "*i32")
+PLACES = dict.fromkeys(("sources", "slots", "starts", "positions", "piece_starts", "begin", "saves"), "*i32")
 ROWS = dict.fromkeys(("q", "k", "v", "x", "a", "b", "gate", "weight", "bias", "conv", "out", "triangles"), "*bf16")
 WIDE = dict.fromkeys(
     ("g", "beta", "recurrent", "factors", "decays", "betas", "decay_log", "decay_bias", "scales"), "*fp32"

@@ -69,7 +69,7 @@ class ScheduledWorker:
         )  # fmt: skip
         self._running: deque[tuple[Batch, PendingStep]] = deque()
         self._logits: list[torch.Tensor] = []
-        executor.watch_logits(lambda logits: self._logits.append(logits.clone()))
+        executor.watch_logits(lambda logits: self._logits.append(logits.clone().cpu()))
 
     def add(
         self, name: str, ids: Ids[int], max_tokens: int = 4, work: Work = Work.GENERATE, n: int = 1,

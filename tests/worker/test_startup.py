@@ -17,7 +17,13 @@ from pd_cluster.config import CacheConfig, ModelConfig, NodeConfig, SchedulerCon
 from pd_cluster.errors import StartupError
 from pd_cluster.models.registry import resolve_spec
 from pd_cluster.worker.cuda_graphs.graph_sizes import decode_sizes, step_sizes
-from pd_cluster.worker.cuda_graphs.set_up import DRAFT_GRAPH_BYTES, capturable, captured_bytes, captures_steps
+from pd_cluster.worker.cuda_graphs.set_up import (
+    DRAFT_GRAPH_BYTES,
+    STATE_GRAPH_BYTES,
+    capturable,
+    captured_bytes,
+    captures_steps,
+)
 from pd_cluster.worker.device_executor import DeviceExecutor, DeviceLoaded, run_phases
 from pd_cluster.worker.grammars import Grammars
 from pd_cluster.worker.host_buffer import HostBuffer
@@ -310,11 +316,14 @@ def test_steps_with_states_are_captured_if_their_kernel_can_be() -> None:
 
 
 @pytest.mark.parametrize(
-    ("free", "captures", "most_drafts", "left"),
-    [(9e9, False, 0, 9e9), (9e9, True, 0, 7e9), (1e9, True, 0, 0.0), (9e9, True, 4, 7e9 - DRAFT_GRAPH_BYTES - 5e7)],
-)
+    ("free", "captures", "most_drafts", "states", "left"),
+    [
+        (9e9, False, 0, None, 9e9), (9e9, True, 0, None, 7e9), (1e9, True, 0, None, 0.0),
+        (9e9, True, 4, None, 7e9 - DRAFT_GRAPH_BYTES - 5e7), (9e9, True, 0, "some", 7e9 - STATE_GRAPH_BYTES),
+    ],
+)  # fmt: skip
 def test_captured_steps_leave_less_for_the_cache(
-    monkeypatch: pytest.MonkeyPatch, free: float, captures: bool, most_drafts: int, left: float
+    monkeypatch: pytest.MonkeyPatch, free: float, captures: bool, most_drafts: int, states: str | None, left: float
 ) -> None:
     """By a GB and 2,000 rows of logits in float32: 80 of seven decode graphs, and four times max_num_seqs.
 
@@ -324,7 +333,7 @@ def test_captured_steps_leave_less_for_the_cache(
     plan = SimpleNamespace(
         config=NodeConfig(scheduler=limits), device=torch.device("cuda"), layout=Phases.layout, attentions=(),
         model=SimpleNamespace(vocab_size=125_000, dtype="float32"), owned=None, place=None, most_drafts=most_drafts,
-        state_views=None,
+        state_views=states,
     )  # fmt: skip
     monkeypatch.setattr("pd_cluster.worker.device_executor.measure_free_bytes", lambda *arguments: free)
     monkeypatch.setattr("pd_cluster.worker.device_executor.captures_steps", lambda *arguments: captures)

@@ -17,19 +17,24 @@ from pd_cluster.protocol.messages import Work
 from pd_cluster.protocol.sampling_params import BeamParams
 from pd_cluster.worker.cuda_graphs.graph_sizes import decode_sizes
 from pd_kernels.backends import TORCH
+from pd_kernels.torch_state import TorchState
+from pd_kernels.values import StepSize
 from tests.engine.test_core_pipeline import FakeMailbox
 from tests.models.state_models import STATE_MODELS
 from tests.worker.conftest import SavedModel, save_model
 from tests.worker.driver import make_executor, random_prompts
-from tests.worker.repeated_graphs import with_graphs
+from tests.worker.repeated_graphs import near_sizes, with_graphs
 from tests.worker.scheduled import ScheduledWorker, largest_error
 from tests.worker.test_logits_stages import Gated
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from pathlib import Path
 
+    from pd_cluster.worker.cuda_graphs.captured_step import ReplayOutputs
     from pd_cluster.worker.logits_stages.stage import StageContext
-    from pd_kernels.state import StateOps
+    from pd_cluster.worker.step_inputs import ReplayInputs
+    from pd_kernels.state import StateOps, StatePlan
 
 
 TOLERANCE = 1e-4  # of the logits' deviation, as in tests/models/test_qwen3_next.py
@@ -221,6 +226,73 @@ def test_replayed_decodes_read_and_write_their_slots(saved: SavedModel, start: C
     assert turn.sequences[0].num_cached_tokens == PIECE
     assert len(repeated.replayed) > 4
     assert largest_error(worker, saved.model) < TOLERANCE
+
+
+class Unwritten(TorchState):
+    """Leaves NaN where a step has padding, as kernels do in memory that nothing has written."""
+
+    def convolve(self, x: torch.Tensor, *others: Any) -> torch.Tensor:
+        return unwritten(super().convolve(x, *others), others[-1])
+
+    def mix_gated(self, q: torch.Tensor, *others: Any) -> torch.Tensor:
+        return unwritten(super().mix_gated(q, *others), others[-2])
+
+
+def unwritten(rows: torch.Tensor, plan: StatePlan) -> torch.Tensor:
+    if not plan.is_decode:
+        rows[int(plan.starts[-1]) :] = torch.nan
+    return rows
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_replayed_steps_with_prompts_read_write_and_save_states(
+    saved: SavedModel, start: Callable[..., ScheduledWorker], monkeypatch: pytest.MonkeyPatch, depth: int
+) -> None:
+    """Prompts in chunks beside decodes. Their checkpoint is saved by a replay."""
+    kernels = replace(TORCH, state=Unwritten())
+    monkeypatch.setattr("pd_cluster.worker.device_plan.select_kernels", lambda device: kernels)
+    worker = start(budget=90, depth=depth)
+    repeated = with_graphs(worker.executor, [*decode_sizes(4), *near_sizes(90, 8)])
+    monkeypatch.setattr(worker.executor._runner, "_compute", None)  # no step is launched as it is
+    run_prompts_and_a_hit(worker)
+    assert sum(size.num_chunks > 0 for size in repeated.replayed) >= 7
+    assert any(size.num_chunks and size.has_decodes for size in repeated.replayed)
+    assert largest_error(worker, saved.model) < TOLERANCE
+
+
+def run_prompts_and_a_hit(worker: ScheduledWorker) -> None:
+    """Prompts, then one that goes on from the checkpoint at the end of the first one's last piece."""
+    (first, turn), others = shared_prompts(150, 3, 40), random_prompts((1, 5, 64, 75, 130), 320)
+    for number, ids in enumerate([first, *others]):
+        worker.add(f"{number}", ids, max_tokens=4 + number)
+    worker.run()
+    hit = worker.add("hit", [*first, *turn[150:]], max_tokens=3)
+    worker.run()
+    assert hit.sequences[0].num_cached_tokens == 2 * PIECE
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("kind", ["qwen3-next", "qwen3.5"])
+def test_graphs_of_steps_with_prompts_read_write_and_save_states(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """On a GPU, as the node's own start has captured them. Heads have sizes that the kernels compute."""
+    name, options = STATE_MODELS[kind]
+    saved = save_model(name, tmp_path, {**options, "linear_value_head_dim": 32})
+    executor, replayed = make_executor(saved.directory, device="cuda"), list[StepSize]()
+    worker, replay = ScheduledWorker(executor, budget=90), executor._runner.graphs.replay
+
+    def noted(inputs: ReplayInputs, size: StepSize) -> ReplayOutputs:
+        replayed.append(size)
+        return replay(inputs, size)
+
+    monkeypatch.setattr(executor._runner, "_compute", None)  # no step is launched as it is
+    monkeypatch.setattr(executor._runner.graphs, "replay", noted)
+    run_prompts_and_a_hit(worker)
+    assert sum(size.num_chunks > 0 for size in replayed) >= 7
+    assert largest_error(worker, saved.model) < 1e-3
+    executor.close()
 
 
 class GatedByItself(Gated):

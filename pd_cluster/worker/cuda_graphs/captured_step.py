@@ -13,7 +13,7 @@ All calls of attention for captured steps are in this file.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -21,8 +21,8 @@ import numpy as np
 import torch
 
 from pd_cluster.models.forward_inputs import Tail
-from pd_cluster.worker.state_rows import NONE
-from pd_kernels.state import StatePlan
+from pd_cluster.worker.cuda_graphs.state_places import StateRoom
+from pd_kernels.state import NONE, StatePlan
 from pd_kernels.values import StepOnDevice, leading_ones
 
 if TYPE_CHECKING:
@@ -51,7 +51,8 @@ class StepPlaces(NamedTuple):
     seeds: Any  # [R]: see Draws, as for `lengths`
     lengths: Any  # [R]
     attention: Any  # MixedPlaces or None
-    states: Any = None  # [3, S]: source, slot, and slot for the state at the end of a piece; None: there are no states
+    # None: there are no states. With decodes only [3, S]: source, slot, and slot for the state at the end of a piece
+    states: Any = None  # else StatePlaces
 
 
 class MixedPlaces(NamedTuple):
@@ -173,19 +174,26 @@ class MixedStep:
     tiles: tuple[ChunkTiles, ...]  # the different tiles of the groups
     outputs: ReplayOutputs  # tensors that all mixed steps share
     bounds: tuple[tuple[int, int], ...]  # start and end of each part in the array
+    room: StateRoom | None = None  # of the states, the last part; None: there are none
 
     @classmethod
-    def of(cls, size: StepSize, attentions: tuple[Replayable, ...], outputs: ReplayOutputs) -> MixedStep:
+    def of(
+        cls,
+        size: StepSize,
+        attentions: tuple[Replayable, ...],
+        outputs: ReplayOutputs,
+        room: StateRoom | None = None,
+    ) -> MixedStep:
         num_tokens, num_seqs, num_rows = size.num_tokens, size.num_seqs, size.num_rows
         num_decodes = num_seqs if size.has_decodes and size.num_chunks else 0
         num_sampled = num_rows if size.num_chunks else 0
         tiles = tuple(dict.fromkeys(attention.tiles for attention in attentions))
         lengths = (
             num_tokens, num_tokens, num_tokens * len(attentions), num_rows, num_sampled, *[num_rows] * 3, num_decodes,
-            num_seqs + 1, num_seqs + 2, *(2 * each.count for each in tiles),
+            num_seqs + 1, num_seqs + 2, *(2 * each.count for each in tiles), 0 if room is None else room.length,
         )  # fmt: skip
         shared = ReplayOutputs(outputs.logits[:num_rows], outputs.token_ids[:num_rows])
-        return cls(size, attentions, tiles, shared, tuple(pairwise((0, *accumulate(lengths)))))
+        return cls(size, attentions, tiles, shared, tuple(pairwise((0, *accumulate(lengths)))), room)
 
     @property
     def length(self) -> int:
@@ -195,11 +203,12 @@ class MixedStep:
         tokens, positions, slots, owners, sampled, temperatures, seeds, lengths, *others = (
             fields[start:end] for start, end in self.bounds
         )
-        decode_lens, seq_lens, query_starts, *tiles = others
+        decode_lens, seq_lens, query_starts, *tiles, whole = others
         placed = {kind: place.reshape(2, -1) for kind, place in zip(self.tiles, tiles, strict=True)}
         attention = MixedPlaces(sampled, decode_lens, seq_lens, query_starts, placed)
         slots = slots.reshape(-1, self.size.num_tokens)
-        return StepPlaces(tokens, positions, slots, owners, temperatures, seeds, lengths, attention)
+        states = None if self.room is None else self.room.places(whole)
+        return StepPlaces(tokens, positions, slots, owners, temperatures, seeds, lengths, attention, states)
 
     def pad(self, places: StepPlaces, padding_row: int, padding_slots: Ints) -> None:
         places.tokens[:] = padding_row + 1  # token 0 of the vocabulary
@@ -207,6 +216,8 @@ class MixedStep:
         places.slots[:] = padding_slots
         for tiles in places.attention.tiles.values():
             tiles[0] = self.size.num_seqs
+        if self.room is not None:
+            self.room.pad(places.states)
 
     def fill(
         self, places: StepPlaces, chunks: tuple[SequenceChunk, ...], samples: Samples, lens: Ints, ends: Ints
@@ -238,8 +249,9 @@ class MixedStep:
         ]
         return plans, Tail(parts.sampled, plan=None) if self.size.num_chunks else None
 
-    def states(self, places: StepPlaces) -> None:
-        """Of models with states no such step is captured."""
+    def states(self, places: StepPlaces) -> StatePlan | None:
+        """The plan of the states; None: there are none."""
+        return None if self.room is None else self.room.plan(places.states, places.attention.query_starts)
 
     def keep(self, logits: torch.Tensor, token_ids: torch.Tensor) -> ReplayOutputs:
         self.outputs.logits.copy_(logits)
@@ -256,31 +268,36 @@ def make_captured_steps(
 ) -> list[CapturedStep]:
     """Make a step for each size that the attention of every KV group can replay. `num_columns`: logits of a row.
 
-    `no_slot`: of states, no sequence's; then there are steps of decodes only. Steps with decodes only come first. Of
-    each kind the largest step comes first.
+    `no_slot`: of states, no sequence's; None: the model has no states. With states no step has drafts, because a wrong
+    one would stay in the state. Steps with decodes only come first. Of each kind the largest step comes first.
     """
     decodes = sorted((size for size in sizes if size.is_plain), key=lambda size: -size.num_seqs)
     mixed = sorted(
-        (size for size in sizes if not size.is_plain),
+        (size for size in sizes if not size.is_plain and (no_slot is None or not size.has_drafts)),
         key=lambda size: (-size.num_tokens, -size.num_seqs, size.is_far),
     )
-    if no_slot is not None:
-        return [replace(step, no_slot=no_slot) for step in _decode_steps(decodes, model, attentions)]
-    return [*_decode_steps(decodes, model, attentions), *_mixed_steps(mixed, model, attentions, num_columns)]
+    return [
+        *_decode_steps(decodes, model, attentions, no_slot),
+        *_mixed_steps(mixed, model, attentions, num_columns, no_slot),
+    ]
 
 
 def _decode_steps(
-    sizes: Sequence[StepSize], model: Model, attentions: Sequence[GroupAttention]
+    sizes: Sequence[StepSize], model: Model, attentions: Sequence[GroupAttention], no_slot: int | None
 ) -> Iterator[DecodeStep]:
     most = max((size.num_seqs for size in sizes), default=0)
     query_starts = torch.arange(most + 1, dtype=torch.int32, device=model.device)
     no_tiles = query_starts.new_empty(2, 0)
     for size, replayables in _captured(sizes, attentions):
-        yield DecodeStep(size, query_starts[: size.num_seqs + 1], no_tiles, replayables)
+        yield DecodeStep(size, query_starts[: size.num_seqs + 1], no_tiles, replayables, no_slot)
 
 
 def _mixed_steps(
-    sizes: Sequence[StepSize], model: Model, attentions: Sequence[GroupAttention], num_columns: int
+    sizes: Sequence[StepSize],
+    model: Model,
+    attentions: Sequence[GroupAttention],
+    num_columns: int,
+    no_slot: int | None,
 ) -> Iterator[MixedStep]:
     most, device = max((size.num_rows for size in sizes), default=0), model.device
     outputs = ReplayOutputs(
@@ -288,7 +305,7 @@ def _mixed_steps(
         torch.empty(most, dtype=torch.int64, device=device),
     )
     for size, replayables in _captured(sizes, attentions):
-        yield MixedStep.of(size, replayables, outputs)
+        yield MixedStep.of(size, replayables, outputs, None if no_slot is None else StateRoom.of(size, no_slot))
 
 
 def _captured(
