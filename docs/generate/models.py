@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from docs.generate.document import code, table
-from pd_cluster.models.hf_config import ExpertsRules, Windows
+from pd_cluster.models.hf_config import Windows
 from pd_cluster.models.missing_parts import MISSING_PARTS
 from pd_cluster.models.registry import ARCHITECTURES
 from pd_cluster.models.rope_kinds import ROPE_KINDS
