@@ -42,15 +42,15 @@ NEEDED = {  # without these we serve nothing, as published configs have them
     "num_experts_per_tok", "num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size",
     "shared_expert_intermediate_size",
 }  # fmt: skip
-# transformers parses these, and its forward fails: Qwen's layers with windows, which have no width then; latent attention
-# with other numbers of key heads and of query heads
+# transformers parses these, and its forward fails: Qwen's layers with windows, which have no width then, and latent
+# attention with as many key heads as the model type has by default
 REFUSED = {
     "Gemma3ForCausalLM": {"rope_parameters.truncate"},
     "Qwen2ForCausalLM": {"use_sliding_window"},
     "Qwen3ForCausalLM": {"use_sliding_window"},
-    **dict.fromkeys(
-        ("DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM", "Mistral4ForCausalLM"), {"num_key_value_heads"}
-    ),
+    "DeepseekV3ForCausalLM": {"num_key_value_heads"},
+    "Glm4MoeLiteForCausalLM": {"num_key_value_heads"},
+    "Mistral4ForCausalLM": {"num_key_value_heads"},
 }
 
 
