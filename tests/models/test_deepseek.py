@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 CPU = torch.device("cpu")
 FLASH = resolve_spec(Path(), CONFIGS["glm-4.7-flash"])
-# A head has 192 + 64 rows, so that those which rotate lie in one block. kv_b_proj has 320 a head: ranks cut blocks of it
+# A head has 192 + 64 rows, so those that rotate lie in one block. kv_b_proj has 320 a head: ranks cut its blocks
 _WIDE = {
     "hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 4, "kv_lora_rank": 128, "qk_rope_head_dim": 64, "qk_nope_head_dim": 192, "v_head_dim": 128,
