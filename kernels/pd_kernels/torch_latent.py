@@ -13,7 +13,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from pd_kernels.latent import ABSORBED_QUERIES, PREFIX_PIECE, LatentAttention, refusal
+from pd_kernels.latent import ABSORBED_QUERIES, PREFIX_PIECE
+from pd_kernels.latent_attention import LatentAttention, refusal
 from pd_kernels.torch_attention import QUERY_PIECE, bucket_rows
 from pd_kernels.torch_ops import rms_norm, rope
 

@@ -78,7 +78,7 @@ class ExpertsSpec:
     factor: float = 1.0  # on the scores
     num_groups: int = 1  # of experts; a token's experts are in `groups_chosen` of them
     groups_chosen: int = 1
-    group_best: int = 2  # experts whose scores add up to the rank of their group
+    group_best: int = 2  # the best experts of a group, of which scores add up to its rank
     is_biased: bool = False  # router and experts have biases, and SwiGLU is clamped: see pd_kernels' BiasedExperts
     limit: float = 7.0  # of the clamped SwiGLU
     alpha: float = 1.702
@@ -233,8 +233,8 @@ class ModelSpec:
             shape = (self.num_kv_heads, len(layers), 2, block_size, self.head_dim)
             kind = KVKind.WINDOW if window else KVKind.FULL
             if self.latent is not None:
-                shape = (1, len(layers), block_size, self.latent.width)
-                groups.append(KVGroup(KVKind.LATENT, layers, shape, dtype, block_size, sharded=False))
+                rows = (1, len(layers), block_size, self.latent.width)
+                groups.append(KVGroup(KVKind.LATENT, layers, rows, dtype, block_size, sharded=False))
                 continue
             groups.append(KVGroup(kind, layers, shape, dtype, block_size, window))
         if (state := self.state) is not None:

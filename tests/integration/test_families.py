@@ -1,8 +1,8 @@
 """Tiny models of some families: transformers' tokens on every path, cold and warm.
 
 Gemma 3 has sliding windows in five layers of six, Mixtral in all. Qwen3-Next and Qwen3.5 keep states, DeepSeek's
-relatives latents. One model is quantized. No family of ours computes OLMo 3, so transformers' modules do. With two ranks a node, the families have the
-tokens of one rank, transformers'.
+relatives latents. One model is quantized. No family of ours computes OLMo 3, so transformers' modules do. With two
+ranks a node, the families have the tokens of one rank, transformers'.
 
 With PD_TEST_DEVICE=cuda the same in float32 on GPUs, through the kernels for them. The quantized model is left out
 there: float8 products round its activations.

@@ -20,7 +20,7 @@ class Chunk(NamedTuple):
     """The tokens of one sequence in a step."""
 
     before: int
-    count: int
+    size: int
 
 
 @dataclass(frozen=True)
@@ -48,13 +48,13 @@ def make_step(
     chunks: list[Chunk], *, num_heads: int = 3, dims: LatentDims = DIMS, block_size: int = 16,
     dtype: torch.dtype = torch.float64, num_layers: int = 3, seed: int = 0,
 ) -> LatentStep:  # fmt: skip
-    """A step of `chunks` over layer 1 of a cache whose blocks are scattered."""
+    """A step of `chunks` over layer 1 of a cache with scattered blocks."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
 
-    counts, ends = np.array([one.count for one in chunks]), np.array([sum(one) for one in chunks])
+    counts, ends = np.array([one.size for one in chunks]), np.array([sum(one) for one in chunks])
     num_tokens, per_seq = int(counts.sum()), -(-ends // block_size)
     num_blocks = int(per_seq.sum()) + 2
     cache = torch.full((num_blocks, 1, num_layers, block_size, dims.width), torch.nan, dtype=dtype)[:, 0, 1]
@@ -74,8 +74,8 @@ def make_step(
         places = blocks[places // block_size] * block_size + places % block_size
         cache[places[: chunk.before] // block_size, places[: chunk.before] % block_size] = before
         slots.append(places[chunk.before :])
-        rows.append(torch.cat((before, own[start : start + chunk.count])))
-        start += chunk.count
+        rows.append(torch.cat((before, own[start : start + chunk.size])))
+        start += chunk.size
     starts = np.concatenate(([0], np.cumsum(counts)))
     packed = PackedSequences(
         leading_ones(counts), torch.tensor(starts, dtype=torch.int32), torch.tensor(ends, dtype=torch.int32), tables,

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from pd_kernels.attention import AttentionShape
-from pd_kernels.latent import ABSORBED_QUERIES, MOST_ROWS, LatentAttention
+from pd_kernels.latent import ABSORBED_QUERIES, MOST_ROWS
+from pd_kernels.latent_attention import LatentAttention
 from pd_kernels.torch_latent import TorchLatent
 from tests.kernels.latent_steps import DIMS, Chunk, LatentStep, attended, make_step
 

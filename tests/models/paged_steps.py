@@ -13,7 +13,7 @@ from pd_cluster.models.state_views import state_caches
 from pd_cluster.worker.kernel_selection import latent_dims
 from pd_cluster.worker.kv_cache import view_of_layer
 from pd_kernels.attention import AttentionShape
-from pd_kernels.latent import LatentAttention
+from pd_kernels.latent_attention import LatentAttention
 from pd_kernels.torch_attention import TorchAttention
 from pd_kernels.torch_latent import TorchLatent
 from pd_kernels.values import PackedSequences
