@@ -10,10 +10,11 @@ import torch
 import triton
 import triton.language as tl
 
+from pd_kernels.latent import LatentPlan
 from pd_kernels.launch_sizes import cdiv, next_power_of_2
-from pd_kernels.torch_latent import TorchLatent
 from pd_kernels.triton_dependent_launch import early_options, launches_early, others_may_start, wait_for_others
 from pd_kernels.triton_latent_decode import latent_decode, latent_tiling
+from pd_kernels.triton_latent_prefill import AbsorbedRun, expanded_prefill, plan_chunks
 
 if TYPE_CHECKING:
     from pd_kernels.decode_tiling import DecodeTiling
@@ -53,21 +54,20 @@ def _latent_rows_kernel(
         tl.store(at, first, mask=mask)
         tl.store(at + HALF, second, mask=mask)
     else:
-        dtype, gains = cache.dtype.element_ty, tl.load(norm + c)
+        gains, written = tl.load(norm + c), (pair >= 0)[None, :] & (slot >= 0)
         latent = tl.load(keys + token * keys_stride + c).to(tl.float32)
         scale = tl.rsqrt(tl.sum(latent * latent, 0) / RANK + eps)
-        latent = ((latent * scale).to(gains.dtype).to(tl.float32) * gains.to(tl.float32)).to(dtype)
-        everywhere = (pair >= 0)[None, :]
-        at = keys + token * keys_stride + RANK + pair[None, :]
-        first, second = _rotated(at, cosine, sine, everywhere, HALF)
+        normed = ((latent * scale).to(gains.dtype).to(tl.float32) * gains.to(tl.float32)).to(cache.dtype.element_ty)
+        key = keys + token * keys_stride + RANK + pair[None, :]
+        low, high = _rotated(key, cosine, sine, (pair >= 0)[None, :], HALF)
         row = own + token * (RANK + 2 * HALF)
-        tl.store(row + c, latent)
-        tl.store(row + RANK + pair[None, :], first)
-        tl.store(row + RANK + HALF + pair[None, :], second)
-        row = cache + slot // BLOCK_SIZE * block_stride + slot % BLOCK_SIZE * (RANK + 2 * HALF)
-        tl.store(row + c, latent, mask=(c >= 0) & (slot >= 0))
-        tl.store(row + RANK + pair[None, :], first, mask=everywhere & (slot >= 0))
-        tl.store(row + RANK + HALF + pair[None, :], second, mask=everywhere & (slot >= 0))
+        tl.store(row + c, normed)
+        tl.store(row + RANK + pair[None, :], low)
+        tl.store(row + RANK + HALF + pair[None, :], high)
+        place = cache + slot // BLOCK_SIZE * block_stride + slot % BLOCK_SIZE * (RANK + 2 * HALF)
+        tl.store(place + c, normed, mask=(c >= 0) & (slot >= 0))
+        tl.store(place + RANK + pair[None, :], low, mask=written)
+        tl.store(place + RANK + HALF + pair[None, :], high, mask=written)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,4 +108,13 @@ class TritonLatent:
         scale: float, out: torch.Tensor,
     ) -> None:  # fmt: skip
         """See LatentOps."""
-        TorchLatent().prefill(query, own, expand, cache, chunks, scale, out)
+        if not chunks.plans:
+            (_, num_heads, size), value = query.shape, out.shape[2]
+            chunks.plans.append(plan_chunks(chunks.packed, num_heads, size + value, cache.shape[1], query.dtype))
+        for run in chunks.plans[0]:
+            tokens = slice(run.first, run.end)
+            if isinstance(run, AbsorbedRun):
+                plan = LatentPlan(self, run.rows, None)
+                out[tokens] = plan.run(query[tokens], own[tokens], expand, cache, scale)
+            else:
+                expanded_prefill(query[tokens], own[tokens], expand, cache, run, scale, out[tokens])

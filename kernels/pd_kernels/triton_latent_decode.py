@@ -78,7 +78,7 @@ def _clear_padding(
     out, query_starts, seq_lens, num_seqs, num_tokens, NUM_HEADS: tl.constexpr, RANK: tl.constexpr,
     PROGRAMS: tl.constexpr,
 ):  # fmt: skip
-    """Set outputs to 0: those of sequences of length 0, and those after the last sequence's. The programs share them."""
+    """Set outputs to 0: those of sequences of length 0, and those after the last sequence's. Programs share them."""
     zeros = tl.zeros([RANK], out.dtype.element_ty)
     for seq in range(tl.program_id(0), num_seqs + 1, PROGRAMS):
         first = tl.load(query_starts + seq)

@@ -94,6 +94,24 @@ def test_two_bytes_attend_as_defined(block_size: int) -> None:
     check(make_step(DECODES, num_heads=5, dims=DIMS, block_size=block_size, dtype=torch.float16))
 
 
+@pytest.mark.parametrize(
+    ("chunks", "dims", "num_heads"),
+    [
+        ([Chunk(0, 37), Chunk(0, 1), Chunk(0, 70)], OTHER, 3),
+        ([Chunk(9, 1), Chunk(100, 21), Chunk(33, 18), Chunk(0, 20), Chunk(20, 17)], DIMS, 2),
+        ([Chunk(16, 30), Chunk(130, 50), Chunk(0, 45), Chunk(48, 41)], OTHER, 2),
+    ],
+    ids=["prompts", "absorbed", "expanded"],
+)
+def test_chunks_attend_as_defined(
+    chunks: list[Chunk], dims: LatentDims, num_heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pieces begin and end within chunks, and have tokens of several."""
+    monkeypatch.setattr("pd_kernels.triton_latent_prefill.ABSORBED_QUERIES", 25)
+    monkeypatch.setattr("pd_kernels.triton_latent_prefill.PREFIX_PIECE", 50)
+    check(make_step(chunks, num_heads=num_heads, dims=dims, block_size=16, dtype=torch.float32))
+
+
 def captured(step: LatentStep, size: StepSize) -> tuple[StepOnDevice, torch.Tensor]:
     """The step with room for more sequences and tokens. Entries of the table that no token needs are far outside."""
     packed, device = step.packed, step.cache.device
@@ -174,6 +192,11 @@ REAL = {  # heads, sizes, block size, chunks
     "mistral": (32, SMALL, 64, [*(Chunk(length, 1) for length in range(0, 3000, 61))]),
     "kimi": (64, FULL, 64, [*(Chunk(length, 1) for length in range(0, 3000, 97))]),
     "v3": (128, FULL, 128, [*(Chunk(length, 1 + length % 2) for length in range(0, 1500, 97))]),
+    "prompts": (16, FULL, 64, [Chunk(0, 1), Chunk(70, 1), Chunk(0, 700), Chunk(0, 1024), Chunk(0, 33)]),
+    "prefixes": (16, FULL, 64, [Chunk(3000, 100), Chunk(9000, 300), Chunk(64, 700), Chunk(500, 20)]),
+    "glm-prefixes": (20, GLM, 64, [Chunk(0, 600), Chunk(5000, 300), Chunk(500, 20)]),
+    "mistral-prefixes": (32, SMALL, 64, [Chunk(0, 600), Chunk(5000, 300), Chunk(500, 20)]),
+    "v3-prefixes": (128, FULL, 64, [Chunk(0, 300), Chunk(700, 200), Chunk(500, 20)]),
     "many": (5, FULL, 64, [*(Chunk(int(n), 1) for n in np.random.default_rng(0).integers(0, 300, 300))]),
 }
 
