@@ -29,9 +29,10 @@ class TritonLatentBackend:
         reason, dims = refusal(shape), shape.latent
         if reason or dims is None:
             return reason
-        sizes = {"latents": dims.rank, "rotated parts": dims.rope, "values": dims.value}
-        wrong = [f"{name} of {size}" for name, size in sizes.items() if size < 16 or size & (size - 1)]
-        return f"has no {wrong[0]}: needs a power of two, 16 or more" if wrong else ""
+        first = 1 << dims.nope.bit_length() - 1  # keys are read in one or in two parts
+        sizes = (dims.rank, dims.rope, dims.value, first, dims.nope - first or 16)
+        fits = all(size >= 16 and not size & (size - 1) for size in sizes)
+        return "" if fits else f"takes sizes of powers of two from 16 on, not {', '.join(map(str, dims))}"
 
     def attention(self, shape: AttentionShape, device: torch.device) -> LatentAttention:
         """See AttentionBackend."""

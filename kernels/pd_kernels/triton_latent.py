@@ -6,7 +6,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
 import triton
 import triton.language as tl
 
@@ -17,6 +16,8 @@ from pd_kernels.triton_latent_decode import latent_decode, latent_tiling
 from pd_kernels.triton_latent_prefill import AbsorbedRun, expanded_prefill, plan_chunks
 
 if TYPE_CHECKING:
+    import torch
+
     from pd_kernels.decode_tiling import DecodeTiling
     from pd_kernels.latent import LatentChunks, LatentRows, NewLatents
 

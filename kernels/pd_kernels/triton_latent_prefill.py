@@ -169,7 +169,8 @@ def plan_chunks(
 def expanded_tiling(dtype: torch.dtype, num_rows: int, width: int, num_processors: int) -> PrefillTiling:
     """Tiling for a GPU with 228 KiB of shared memory per multiprocessor.
 
-    `num_rows`: query tokens times heads. `width`: numbers of a key and a value. Large tiles read less from the L2 cache.
+    `num_rows`: query tokens times heads. `width`: numbers of a key and a value. Large tiles read less
+    from the L2 cache.
     """
     if dtype is torch.float32:
         return PrefillTiling(rows=32, keys=16, num_warps=4, num_stages=1)
