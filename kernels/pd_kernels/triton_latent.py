@@ -71,7 +71,7 @@ def _latent_rows_kernel(
         tl.store(place + RANK + HALF + pair[None, :], high, mask=written)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class TritonLatent:
     """The LatentOps of TritonLatentBackend. A measurement may replace the tiling."""
 

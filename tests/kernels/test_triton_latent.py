@@ -155,9 +155,9 @@ def test_rows_are_written_where_their_tokens_are_and_nowhere_else(num_heads: int
     apart = torch.full((len(query), 2, step.dims.width), torch.nan, dtype=dtype, device=DEVICE)
     apart[:, 0] = step.keys
     own = attention_of(step).ops.norm_rope_write(query, apart[:, 0], step.new, step.cache)
-    tolerance = {"rtol": 0, "atol": 1e-5 if dtype is torch.float32 else 0.06}
-    torch.testing.assert_close(query, step.rotated, **tolerance)
-    torch.testing.assert_close(own, torch.cat((step.rows[0][40:], step.rows[1][3:])), **tolerance)
+    tolerance = 1e-5 if dtype is torch.float32 else 0.06
+    torch.testing.assert_close(query, step.rotated, rtol=0, atol=tolerance)
+    torch.testing.assert_close(own, torch.cat((step.rows[0][40:], step.rows[1][3:])), rtol=0, atol=tolerance)
     written = torch.arange(len(slots), device=DEVICE) != 2
     assert torch.equal(step.cache[slots // 16, slots % 16][written], own[written])
     before[slots[written] // 16, slots[written] % 16] = own[written]
