@@ -70,7 +70,7 @@ def latent_rows() -> Iterator[KernelTime]:
 
 
 def _make(num_heads: int, dims: LatentDims, num_seqs: int, length: int, count: int, is_absorbed: bool) -> _Step:
-    """Sequences whose blocks are scattered. `is_absorbed`: a query has the numbers of a row of the cache."""
+    """Sequences of scattered blocks. `is_absorbed`: a query has the numbers of a row of the cache."""
     cuda, short, per_seq, tokens = torch.device("cuda"), torch.bfloat16, -(-length // BLOCK), num_seqs * count
     cache = torch.randn(num_seqs * per_seq, 1, LAYERS, BLOCK, dims.width, device=cuda, dtype=short)
     tables = torch.randperm(len(cache), device=cuda).to(torch.int32).view(num_seqs, per_seq)
