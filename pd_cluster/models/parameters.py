@@ -45,6 +45,7 @@ class Parameters:
         """
         self.slots: dict[str, Slot] = {}  # by the name of the checkpoint's tensor
         self.linears: dict[str, list[Linear]] = {}  # by kind; those of one kind have one shape
+        self._to_widen: list[tuple[QuantizedWeight, range, torch.Tensor]] = []  # read, rows of it, to be filled
         self._kernels = kernels
         self._dtype, self._device = dtype, device
         self._offset_norms, self._wide_norms = offset_norms, wide_norms or offset_norms
@@ -129,6 +130,26 @@ class Parameters:
             quantized = QuantizedLinear(weight, offsets, self._kernels, self._dtype, activate, adds=adds, reduce=reduce)
             return self._add(kind, quantized)
         return self._add(kind, Linear(weight, offsets, self._kernels, activate, adds=adds, reduce=reduce))
+
+    def widened(self, name: str, rows: Cut, num_inputs: int) -> torch.Tensor:
+        """[len(rows), num_inputs] of the module `name`, in the model's dtype also if the checkpoint quantizes it.
+
+        Then this rank reads all rows, because a cut may lie inside a block, and `finish` fills the tensor.
+        """
+        tensor = self._empty(len(rows), num_inputs)
+        weight = self._allocate((name,), rows.total, num_inputs) if self._is_quantized(name) else tensor
+        whole = rows if weight is tensor else Cut.of(rows.total)
+        self._place(name, weight, 0, (whole,), Cut.of(num_inputs))
+        if isinstance(weight, QuantizedWeight):
+            self._to_widen.append((weight, rows.part, tensor))
+        return tensor
+
+    def finish(self) -> None:
+        """Widen what is to be widened, and forget the slots: they are filled."""
+        self.slots.clear()
+        while self._to_widen:
+            weight, rows, tensor = self._to_widen.pop()
+            tensor.copy_(weight.widened(tensor.dtype)[rows.start : rows.stop])
 
     def stacked(
         self, stacks: Sequence[Sequence[str]], own: range, num_rows: int, num_inputs: int, fused: str = ""
