@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from benchmarks.kernel_time import KernelTime, measure_ceilings, seconds_of
+from benchmarks.latent_rows import latent_rows
 from benchmarks.state_rows import state_rows
 from pd_kernels.attention import AttentionShape
 from pd_kernels.attention_backends import choose_attention
@@ -236,6 +237,7 @@ def rows(kernels: Kernels) -> Iterator[KernelTime]:
         yield from sampling_rows(kernels, num_rows)
     yield from copy_rows(kernels)
     yield from state_rows(kernels.state)
+    yield from latent_rows()
 
 
 def main(arguments: Sequence[str] = ()) -> int:

@@ -37,7 +37,8 @@ raced=("${kernels[@]}" -k "small_tiles and gqa-80-20 or padded_steps and gqa-80-
 mixtures=(tests/kernels/test_triton_experts.py tests/kernels/test_triton_quantize.py
     tests/kernels/test_triton_quantized_product.py tests/kernels/test_triton_attention.py
     tests/kernels/test_triton_new_token.py tests/kernels/test_packed_experts.py
-    tests/kernels/test_triton_draft_attention.py tests/kernels/test_triton_state.py)
+    tests/kernels/test_triton_draft_attention.py tests/kernels/test_triton_state.py
+    tests/kernels/test_triton_latent.py)
 mixtures_checked=("${mixtures[@]}" -k "not real and not captured and not tiling and not refused and not without_float8 and not same_tiles \
     and not 33-1152-4096 and not 64-96-2048 and not compile and not 120b and not pair_fills \
     and (not (triton_attention or triton_new_token) or an_fp8_cache or sinks)")

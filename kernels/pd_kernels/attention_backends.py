@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pd_kernels.hopper_attention import HopperBackend
+from pd_kernels.latent_backend import TritonLatentBackend
 from pd_kernels.torch_attention import TorchBackend
 from pd_kernels.torch_latent import TorchLatentBackend
 from pd_kernels.triton_attention import TritonBackend
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 ANY = "auto"
 ATTENTION_BACKENDS: tuple[AttentionBackend, ...] = (
-    HopperBackend(), TritonBackend(), TorchBackend(), TorchLatentBackend(),
+    HopperBackend(), TritonBackend(), TorchBackend(), TritonLatentBackend(), TorchLatentBackend(),
 )  # fmt: skip
 
 
