@@ -11,7 +11,8 @@ import torch
 from benchmarks.kernel_time import KernelTime, seconds_of
 from pd_kernels.attention import AttentionShape
 from pd_kernels.attention_backends import choose_attention
-from pd_kernels.latent import LatentAttention, LatentDims, LatentPlan, NewLatents
+from pd_kernels.latent import LatentDims, LatentPlan, NewLatents
+from pd_kernels.latent_attention import LatentAttention
 from pd_kernels.values import PackedSequences
 
 if TYPE_CHECKING:

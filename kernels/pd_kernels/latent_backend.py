@@ -6,7 +6,7 @@ import importlib.util
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from pd_kernels.latent import LatentAttention, refusal
+from pd_kernels.latent_attention import LatentAttention, refusal
 
 if TYPE_CHECKING:
     import torch

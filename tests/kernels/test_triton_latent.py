@@ -12,7 +12,8 @@ pytest.importorskip("triton", reason="the Triton kernels need triton")
 
 from pd_kernels.attention import AttentionShape
 from pd_kernels.attention_backends import choose_attention
-from pd_kernels.latent import LatentAttention, LatentDims, LatentRows
+from pd_kernels.latent import LatentDims, LatentRows
+from pd_kernels.latent_attention import LatentAttention
 from pd_kernels.latent_backend import TritonLatentBackend
 from pd_kernels.triton_latent import TritonLatent
 from pd_kernels.triton_latent_decode import head_groups, latent_tiling
