@@ -65,6 +65,7 @@ class Options:
     swap_gb: float = 0.0
     host_cache_gb: float = 0.0
     async_scheduling: str = "auto"
+    warm_up_s: float = 0.0  # slopes are taken after it; 0: after a share of all
     json: Path | None = None  # a record goes there
 
     @property
@@ -129,7 +130,7 @@ class Soak:
     start_s: float = 0.0
 
     def __post_init__(self) -> None:
-        self.curve = MemoryCurve(self.options.seconds * WARM_UP_SHARE)
+        self.curve = MemoryCurve(self.options.warm_up_s or self.options.seconds * WARM_UP_SHARE)
 
     @classmethod
     def of(cls, engine: OfflineEngine, options: Options) -> Soak:
@@ -281,6 +282,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--swap-gb", type=float, default=0.0, help="Host memory for preempted sequences. 0: for a few.")
     parser.add_argument("--host-cache-gb", type=float, default=0.0, help="A tier in host memory, which has the swaps.")
     parser.add_argument("--async-scheduling", choices=("auto", "on", "off"), default="auto")
+    parser.add_argument("--warm-up-s", type=float, default=0.0, help="Before slopes are taken. 0: a third.")
     parser.add_argument("--json", type=Path, default=None, metavar="FILE", help="A record is appended to it.")
     options = Options(**vars(parser.parse_args(arguments)))
 

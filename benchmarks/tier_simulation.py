@@ -1,11 +1,16 @@
 """`python -m benchmarks tier_simulation`: what tiers in host memory and on disk find again of a trace's prompts.
 
-One prefill node with the engine's own scheduler, block manager and disk tier, on the virtual clock of `slo`: 8B, an
-H200's steps. Prompts that share blocks of the trace begin with the same text; the rest of each is its own. Copies to
-and from host memory take their time beside the steps, and files theirs. Of a prompt whole blocks before its last token
-can be found.
+One prefill node with the engine's own scheduler, block manager and disk tier, on the virtual clock of `slo`: an H200's
+steps of 8B, whatever shape it keeps blocks of. Prompts that share blocks of the trace begin with the same text;
+the rest of each is its own. Copies to and from host memory take their time beside the steps, and files theirs. Of a
+prompt whole blocks before its last token can be found.
 
-hits: share of the prompts' tokens; saved: seconds of prefill, by the step model of the 8B shape.
+With states a prompt ends after its last whole block of the trace and one token. The checkpoint at its end is for the
+next turn, which has all of its text: 708 of 829 prompts of the conversation trace that go on from an earlier one begin
+where that one's whole blocks end. But the trace does not tell whether two prompts share less than a block, and after a
+rest of its own no checkpoint would be found.
+
+hits: share of the prompts' tokens, with those of rests; saved: seconds of prefill, by the step model of the 8B shape.
 """
 
 from __future__ import annotations
@@ -13,7 +18,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections import OrderedDict
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import mean
 from typing import TYPE_CHECKING, cast
@@ -22,18 +27,22 @@ from rich.table import Table
 
 from benchmarks.records import append_record
 from benchmarks.routing_simulation.trace import BLOCK_TOKENS, SimRequest, read_trace
+from benchmarks.shapes import CONFIGS
 from benchmarks.slo.device import DenseDevice
 from benchmarks.slo.node import Rule, SimulatedNode, VirtualTime
 from pd_cluster.bench.cli import positive
 from pd_cluster.bench.report import report_console
 from pd_cluster.engine.disk_tier import DiskTier
+from pd_cluster.errors import StartupError
+from pd_cluster.models.registry import resolve_spec
 from pd_cluster.protocol.messages import AddRequest, Work
 from pd_cluster.protocol.sampling_params import SamplingParams
 from pd_cluster.scheduling.block_manager import BlockManager
 from pd_cluster.scheduling.sequence import Request
 from pd_cluster.scheduling.step_model import StepModel
 from pd_cluster.worker.disk_cache.disk_cache import DEADLINE_S, BlockName, DiskRead, DiskWritten
-from pd_connectors.protocol.layout import KVGroup, KVKind
+from pd_cluster.worker.kv_cache import host_blocks_in
+from pd_connectors.protocol.layout import BlockLayout, KVGroup, KVKind
 from pd_connectors.protocol.slabs import KvSlabs
 
 if TYPE_CHECKING:
@@ -44,6 +53,7 @@ if TYPE_CHECKING:
 RECORD = Path("benchmarks/results/tier_simulation.jsonl")
 TRACES = ("dev_mooncake_conv_0-15min.jsonl", "dev_mooncake_synth_first1500.jsonl")
 GROUP = KVGroup(KVKind.FULL, tuple(range(32)), (8, 32, 2, 64, 128), "bfloat16", 64)  # 8B: 8 MiB a block
+LAYOUT = BlockLayout((GROUP,))
 GPU_GIB = 105.0
 DISK_GB_S = 3.5  # what four threads digest
 
@@ -118,13 +128,15 @@ class VirtualDisk:
 
 def simulate_tiers(
     requests: Sequence[SimRequest], host_gb: float, gpu_gib: float, stretch: float, disk_gb: float = 0.0,
-    disk_gb_s: float = DISK_GB_S,
+    disk_gb_s: float = DISK_GB_S, layout: BlockLayout = LAYOUT,
 ) -> TierFigures:  # fmt: skip
-    """Serve the prompts, `stretch` times slower than they came."""
-    num_blocks = int(gpu_gib * 2**30 // GROUP.block_bytes)
-    slabs = KvSlabs(1, num_blocks * GROUP.block_bytes, (num_blocks,))
-    num_host = int(host_gb * 1e9 // GROUP.block_bytes)
-    blocks = BlockManager((GROUP,), slabs, num_host_blocks=num_host, host_cache=num_host > 0)
+    """Serve the prompts, `stretch` times slower than they came. `disk_gb`: with one group."""
+    slabs = KvSlabs.in_bytes(layout, int(gpu_gib * 2**30))
+    num_host = host_blocks_in(host_gb * 1e9, layout, slabs)
+    blocks = BlockManager(layout.groups, slabs, num_host_blocks=num_host, host_cache=num_host > 0)
+    num_tokens = sum(one.num_tokens for one in requests)
+    if blocks.states:
+        requests = [replace(one, num_tokens=len(one.blocks) * BLOCK_TOKENS + 1) for one in requests]
     world = VirtualTime(seed=0)
     node = SimulatedNode(world, Rule("tier", shortest=True), DenseDevice(), role="prefill", blocks=blocks)
     scheduler = node.scheduler
@@ -153,7 +165,6 @@ def simulate_tiers(
         world.at(begin_s, add)
     world.run()
     assert len(waits_s) == len(served)
-    num_tokens = sum(one.num_tokens for one in requests)
     cached = [one.sequences[0].num_cached_tokens for one in served]
     counters = blocks.host.counters
     waits_s.sort()
@@ -171,6 +182,11 @@ def _saved_s(num_cached: int, num_tokens: int) -> float:
 
 
 PRICES = StepModel()
+
+
+def layout_of(shape: str) -> BlockLayout:
+    """The blocks of one rank, of 64 tokens in bfloat16."""
+    return BlockLayout(resolve_spec(Path(), CONFIGS[shape]).kv_groups(GROUP.block_size, GROUP.dtype))
 
 
 def _message(one: SimRequest, number: int, stretch: float) -> AddRequest:
@@ -193,6 +209,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "--stretch", type=positive, default=3.0, metavar="X", help="Arrivals so many times slower (default: 3)."
     )
+    parser.add_argument("--shape", choices=tuple(CONFIGS), default="8b", help="Of the blocks (default: 8b).")
     parser.add_argument("--note", default="", metavar="TEXT", help="Written to the record.")
     parser.add_argument("--json", type=Path, default=RECORD, metavar="FILE", help="Lines are appended (%(default)s).")
     parser.add_argument(
@@ -203,11 +220,14 @@ def main(arguments: Sequence[str]) -> int:
         "--disk-gb-s", type=positive, default=DISK_GB_S, metavar="X", help="Files are read, and written, so fast (3.5)."
     )
     namespace = parser.parse_args(arguments)
+    layout = layout_of(namespace.shape)
+    if namespace.disk_gb and len(layout.groups) > 1:
+        raise StartupError(f"files are simulated for shapes with one KV group; {namespace.shape} has several")
     settings = [(host_gb, 0.0) for host_gb in namespace.host_gb]
     settings += [(min(filter(None, namespace.host_gb)), disk_gb) for disk_gb in namespace.disk_gb]
     for name in namespace.traces:
         requests = read_trace(namespace.data / name)
-        title = f"{name}, {namespace.gpu_gib:g} GiB on the GPU, stretch {namespace.stretch:g}"
+        title = f"{name}, {namespace.shape}, {namespace.gpu_gib:g} GiB on the GPU, stretch {namespace.stretch:g}"
         columns = (
             "host GB",
             "disk GB",
@@ -221,14 +241,19 @@ def main(arguments: Sequence[str]) -> int:
         table = Table(*columns, "unsaved", title=title)
         for host_gb, disk_gb in settings:
             found = simulate_tiers(
-                requests, host_gb, namespace.gpu_gib, namespace.stretch, disk_gb, namespace.disk_gb_s
+                requests, host_gb, namespace.gpu_gib, namespace.stretch, disk_gb, namespace.disk_gb_s, layout
             )
             table.add_row(
                 f"{host_gb:g}", f"{disk_gb:g}", f"{found.hits:.1%}", f"{found.host_hits:.1%}", f"{found.saved_s:.0f}",
                 f"{found.mean_ttft_s:.2f} / {found.p90_ttft_s:.2f}", f"{found.loaded_gb:.0f}",
                 f"{found.written_gb:.0f}", str(found.unsaved_blocks),
             )  # fmt: skip
-            fields = {"trace": Path(name).stem, "gpu_gib": namespace.gpu_gib, "stretch": namespace.stretch}
+            fields = {
+                "trace": Path(name).stem,
+                "shape": namespace.shape,
+                "gpu_gib": namespace.gpu_gib,
+                "stretch": namespace.stretch,
+            }
             fields |= {"disk_gb_s": namespace.disk_gb_s, "note": namespace.note}
             append_record(namespace.json, "tier_simulation", fields | {"figures": asdict(found)})
         report_console().print(table)

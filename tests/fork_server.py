@@ -14,6 +14,7 @@ the environment that it was given. /proc shows the command line that it stands f
 - /proc/PID/environ shows the server's environment.
 - Memory that it shares with the server counts as its own.
 - It gets SIGTERM when the server ends, as it does with the tests: a run that is killed leaves no node behind.
+- Its `__main__` is the command line that the server has imported, and its parser was built there (run_imported).
 - It ends without clearing its modules, once what is registered for the exit has run (forked_command.end_process).
 
 Tests of these things, and of processes that start processes, keep the real command (`Launcher.start`, `real=True`):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import ctypes
+import functools
 import gc
 import importlib
 import io
@@ -44,6 +45,7 @@ FORK_SAFE_THREAD = "jemalloc_bg_thd"  # of pyarrow, if transformers finds it; je
 # What the commands of nodes and routers import by the time that they are ready
 MODULES = (
     "torch",
+    "numpy.random",
     "transformers.models.auto.tokenization_auto",
     "transformers.models.qwen3.configuration_qwen3",
     "transformers.tokenization_utils_tokenizers",
@@ -264,14 +266,27 @@ def run_module(module: str, flags: list[str], arguments: list[str]) -> None:
     show_command(command)
     sys.orig_argv[:] = command  # a router starts its successor by it
     sys.argv[:] = ["-m", *arguments]
-    sys.modules.pop(module, None)  # it is imported under this name, too, but only later
-    sys.modules["__main__"] = ModuleType("__main__")
+    imported = sys.modules.pop(module, None)  # it is imported under this name, too, but only later
     try:
+        if module == CLI_MODULE and imported is not None:
+            run_imported(imported)
+        sys.modules["__main__"] = ModuleType("__main__")
         runpy._run_module_as_main(module)  # type: ignore[attr-defined]
     except SystemExit as end:
         if isinstance(end.code, int):
             end_process(end.code)
         raise
+
+
+def run_imported(command_line: Any) -> None:
+    """Run the command line that the server has imported as `__main__`, with the parser built there: 0.05 s of CPU.
+
+    Raises SystemExit.
+    """
+    command_line.__name__ = "__main__"
+    sys.modules["__main__"] = command_line
+    sys.argv[0] = command_line.__file__
+    sys.exit(command_line.main())
 
 
 def end_process(status: int) -> None:
@@ -310,6 +325,7 @@ def import_all() -> None:
         with suppress(ImportError):  # not every machine has LLGuidance
             importlib.import_module(name)
     command_line: Any = sys.modules[CLI_MODULE]
+    command_line.build_parser = functools.cache(command_line.build_parser)
     command_line.build_parser()
     os.environ.clear()
     os.environ.update(environment)

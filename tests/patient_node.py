@@ -2,6 +2,7 @@
 
     launcher.node("prefill")                         # PATIENT
     launcher.node("prefill", environment=IMPATIENT)  # judges silence as the product does
+    launcher.node("mixed", environment=PATIENT_WITH_STEPS)  # so, too, but a step of several ranks may take longer
 
 The hooks of tests/fork_server.py. The product gives a silent engine 2.25 s, a silent peer 2.5 s, and P's HTTP 3 s to
 take a connection and between two bytes of its answer to D. It has no flags for that. Here the engine announces
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 PATIENT = {"PD_TEST_ENGINE_HOOK": f"{__name__}:be_patient", "PD_TEST_NODE_HOOK": f"{__name__}:wait_for_peers"}
 IMPATIENT: Mapping[str, str] = {}
+PATIENT_WITH_STEPS = {"PD_TEST_ENGINE_HOOK": f"{__name__}:wait_for_steps"}
 PATIENCE_S = 2 * HANG_S
 
 
@@ -48,3 +50,10 @@ def wait_for_peers() -> None:
 
     mock.patch.object(prefill_client, "PEER_SILENCE_S", PATIENCE_S).start()
     mock.patch.object(app, "CONNECT_DEADLINE_S", PATIENCE_S).start()
+
+
+def wait_for_steps() -> None:
+    """In an engine, before it starts."""
+    from pd_cluster.engine import step_timing
+
+    mock.patch.object(step_timing, "RANK_S", PATIENCE_S).start()

@@ -172,11 +172,41 @@ def test_a_run_of_a_part_leaves_the_records_as_they_are() -> None:
     for status in (0, 1):
         assert finish(["tests"], status) == {recorded_runs.SECONDS: files, recorded_runs.SLOW_RUNS: folders}
     assert finish(["tests/router", "tests/integration/deep"]) == {
-        recorded_runs.SECONDS: files, recorded_runs.SLOW_RUNS: {"tests/router"},
+        recorded_runs.SECONDS: files,
+        recorded_runs.SLOW_RUNS: {"tests/router", "tests/integration/deep/test_y.py"},
     }  # fmt: skip
     for interrupted in (2, 3, 4, 5):
         assert finish(["tests"], interrupted) == {}
     assert finish(["tests"], keyword="x") == finish(["tests"], lf=True) == finish(["tests/test_x.py::test_it"]) == {}
+
+
+def line_of(on: str, commit: str, **counts: int) -> dict[str, Any]:
+    return {"on": on, "commit": commit} | dict.fromkeys(("seconds", "passed", "failed", "skipped"), 0) | counts
+
+
+def test_runs_of_all_files_of_a_folder_become_its_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A piece that runs again counts once; the last one makes the folder's line, and a whole run drops them."""
+    monkeypatch.setattr(recorded_runs, "ROOT", tmp_path)
+    folder = tmp_path / "tests" / "router"
+    (folder / "deep").mkdir(parents=True)
+    for name, text in {"test_a.py": "mark.slow", "deep/test_b.py": "mark.slow", "test_c.py": "mark.long"}.items():
+        (folder / name).write_text(text)
+    first, second = "tests/router/test_a.py", "tests/router/deep/test_b.py"
+    others = {"tests/server": line_of("2026-01-01", "11111111", passed=1)}
+    old = {"tests/router": line_of("2026-01-01", "22222222", failed=3)}
+    pieces = [line_of("2026-02-02", "33333333", seconds=5, failed=1), line_of("2026-02-03", "33333333", passed=2)]
+    known = recorded_runs.with_pieces(others | old, {first: pieces[0]}, [])
+    known = recorded_runs.with_pieces(known, {first: pieces[1]}, [])
+    assert known == others | old | {first: pieces[1]}
+    last = line_of("2026-02-04", "44444444", seconds=7, passed=1, skipped=2)
+    both = line_of("2026-02-03", "33333333, 44444444", seconds=7, passed=3, skipped=2)
+    assert recorded_runs.with_pieces(known, {second: last}, []) == others | {"tests/router": both}
+    assert recorded_runs.with_pieces(known, {second: last}, [str(folder)]) == others | {"tests/router": last}
+
+
+def test_files_with_slow_tests_are_known_by_their_text() -> None:
+    assert "tests/integration/faults/test_faults_nodes.py" in recorded_runs.slow_files("tests/integration")
+    assert recorded_runs.slow_files("tests/benchmarks") == set()
 
 
 def test_a_run_outside_of_a_clone_has_a_record_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -138,8 +138,10 @@ class SimulatedNode:
 
     def _side_s(self, copies: BlockCopies) -> float:
         """Of the copies to and from host memory that run beside a step, each way by itself."""
-        size = self.blocks.pools[0].group.block_bytes
-        return max(len(copies.save), len(copies.load)) * size / HOST_BYTES_S
+        pools = self.blocks.pools
+        return max(sum(pools[group].group.block_bytes for group, _, _ in way) for way in (copies.save, copies.load)) / (
+            HOST_BYTES_S
+        )
 
     def _retire(self) -> None:
         batch, work, begin_s, end_s = self._flights.popleft()

@@ -9,10 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from pd_kernels import sampling, torch_experts, torch_ops, torch_quantized
+from pd_kernels import sampling, torch_experts, torch_ops, torch_quantized, torch_state
 from pd_kernels.logprobs import logprobs
 from pd_kernels.torch_biased_experts import TorchBiasedMix
-from pd_kernels.torch_state import TorchState
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -117,6 +116,9 @@ class Kernels:
     ]
     add_rms_norm_twice: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float, int], tuple[RowsTwice, torch.Tensor]]
     silu_and_mul_quantized: Callable[[torch.Tensor, int], QuantizedRows]
+    sigmoid_and_mul: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    sigmoid_and_mul_quantized: Callable[[torch.Tensor, torch.Tensor, int], QuantizedRows]
+    gated_norm_quantized: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float, int], QuantizedRows]
     quantized_product: Callable[[QuantizedRows, QuantizedWeight, torch.dtype], torch.Tensor]
     norm_rope_write: NormRopeWrite
     route: RouteTokens
@@ -160,6 +162,9 @@ TORCH = Kernels(
     add_rms_norm_quantized=torch_quantized.add_rms_norm_quantized,
     add_rms_norm_twice=torch_quantized.add_rms_norm_twice,
     silu_and_mul_quantized=torch_quantized.silu_and_mul_quantized,
+    sigmoid_and_mul=torch_ops.sigmoid_and_mul,
+    sigmoid_and_mul_quantized=torch_quantized.sigmoid_and_mul_quantized,
+    gated_norm_quantized=torch_state.gated_norm_quantized,
     quantized_product=torch_quantized.quantized_product,
     norm_rope_write=torch_ops.norm_rope_write,
     route=torch_experts.route,
@@ -168,7 +173,7 @@ TORCH = Kernels(
     needs_room=no_room,
     biased_experts=TorchBiasedMix,
     captured_forms=frozenset(),
-    state=TorchState(),
+    state=torch_state.TorchState(),
     captures_state=False,
     copy_blocks=torch_ops.copy_blocks,
     argmax=sampling.argmax,

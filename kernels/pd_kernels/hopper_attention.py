@@ -54,8 +54,6 @@ def refusal(shape: AttentionShape) -> str:
         return NO_LATENT
     if shape.window:
         return "has no windows"
-    if shape.has_sinks:  # `test_sinks_are_in_each_rows_sum` is yet to run
-        return "was not tried on a GPU with sinks"
     if shape.dtype not in _DTYPES:
         return f"has no {str(shape.dtype).removeprefix('torch.')}"
     if shape.head_dim not in _HEAD_DIMS:

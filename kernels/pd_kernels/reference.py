@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F
 
 from pd_kernels.fp8_cache import stored
 from pd_kernels.quantized import BLOCK, LEAST, MOST, QuantizedRows, QuantizedWeight
@@ -60,6 +61,11 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     """silu(gate) * up for `x` = [gate | up] along the last dimension (arXiv 2002.05202)."""
     gate, up = x.chunk(2, dim=-1)
     return torch.nn.functional.silu(gate) * up
+
+
+def sigmoid_and_mul(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    """`x` times sigmoid(`gate`), both [T, size]. The sigmoid is rounded."""
+    return x * gate.sigmoid()
 
 
 def write_cache(key: torch.Tensor, value: torch.Tensor, cache: KeysValues, slot_mapping: torch.Tensor) -> None:
@@ -247,10 +253,12 @@ def route(
     """The experts of each token of `x` [T, in], and their scores. See Routing.
 
     `router` [E, in] and `bias` [E], in float32 or more: products and scores have the router's dtype. Experts are in the
-    order of their scores plus bias. Of equal ones the lowest expert comes first. -> scores and experts (int64), [T,
-    num_chosen].
+    order of their scores plus bias. Of equal ones the lowest expert comes first. A shared expert comes last; `router`
+    then is [E + 1, in]. -> scores and experts (int64), [T, num_scores].
     """
     products = x.to(router.dtype) @ router.T
+    if routing.has_shared:
+        products, gates = products[:, :-1], products[:, -1:]
     if routing.biases_products and bias is not None:
         products, bias = products + bias, None
     scores = products.sigmoid() if routing.is_sigmoid else products.softmax(-1)
@@ -260,7 +268,11 @@ def route(
     chosen = scores.gather(1, experts)
     if routing.normalized:
         chosen = chosen / chosen.sum(-1, keepdim=True).clamp(min=1e-20)
-    return chosen * routing.factor, experts
+    chosen = chosen * routing.factor
+    if routing.has_shared:
+        chosen = torch.cat((chosen, gates.sigmoid()), 1)
+        experts = F.pad(experts, (0, 1), value=len(router) - 1)
+    return chosen, experts
 
 
 def _choose(ranks: list[float], routing: Routing) -> list[int]:

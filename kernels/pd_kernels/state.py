@@ -51,6 +51,15 @@ class StatePlan(NamedTuple):
     is_decode: bool = False  # each sequence has exactly one token: token i is of sequence i. `saves` may be given too
 
 
+class StateGates(NamedTuple):
+    """What `StateOps.gates` makes decays and betas of."""
+
+    a: torch.Tensor  # [T, H]
+    b: torch.Tensor
+    A_log: torch.Tensor  # [H]
+    dt_bias: torch.Tensor
+
+
 class StateOps(Protocol):
     """The functions of such a layer. `torch_state` defines the results.
 
@@ -78,6 +87,18 @@ class StateOps(Protocol):
 
         `a`, `b` [T, H]; `A_log`, `dt_bias` [H].
         """
+
+    def mix_gated(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        gates: StateGates,
+        recurrent: torch.Tensor,
+        plan: StatePlan,
+        scale: float,
+    ) -> torch.Tensor:
+        """`gates`, then `mix`."""
 
     def mix(
         self,

@@ -30,6 +30,8 @@ def route(
     """See backends.RouteTokens."""
     x = x.normed() if isinstance(x, HalfNormed) else x
     products = F.linear(x.to(router.dtype), router, bias if routing.biases_products else None)
+    if routing.has_shared:
+        products, gates = products[:, :-1], products[:, -1:]
     scores = products.sigmoid() if routing.is_sigmoid else products.softmax(-1)
     ranks = scores if bias is None or routing.biases_products else scores + bias
     if routing.num_groups > 1:
@@ -38,7 +40,10 @@ def route(
     chosen = scores.gather(-1, experts)
     if routing.normalized:
         chosen = chosen / chosen.sum(-1, keepdim=True).clamp(min=TINY)
-    return chosen * routing.factor if routing.factor != 1 else chosen, experts
+    chosen = chosen * routing.factor if routing.factor != 1 else chosen
+    if not routing.has_shared:
+        return chosen, experts
+    return torch.cat((chosen, gates.sigmoid()), 1), F.pad(experts, (0, 1), value=len(router) - 1)
 
 
 def _best(ranks: torch.Tensor, count: int) -> torch.Tensor:

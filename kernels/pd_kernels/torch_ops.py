@@ -52,6 +52,11 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     return F.silu(x[..., :half]).mul_(x[..., half:])
 
 
+def sigmoid_and_mul(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    """See reference.sigmoid_and_mul."""
+    return x * gate.sigmoid()
+
+
 def write_cache(key: torch.Tensor, value: torch.Tensor, cache: KeysValues, slot_mapping: torch.Tensor) -> None:
     """See reference.write_cache."""
     check_write(key, value, cache, slot_mapping)

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from pd_kernels.quantized import BLOCK, LEAST, MOST, QuantizedRows, RowsTwice
-from pd_kernels.torch_ops import add_rms_norm, silu_and_mul
+from pd_kernels.torch_ops import add_rms_norm, sigmoid_and_mul, silu_and_mul
 
 if TYPE_CHECKING:
     from pd_kernels.quantized import QuantizedWeight
@@ -45,6 +45,11 @@ def add_rms_norm_twice(
 def silu_and_mul_quantized(x: torch.Tensor, group: int) -> QuantizedRows:
     """See reference.silu_and_mul_quantized."""
     return quantize(silu_and_mul(x), group)
+
+
+def sigmoid_and_mul_quantized(x: torch.Tensor, gate: torch.Tensor, group: int) -> QuantizedRows:
+    """`sigmoid_and_mul`, then `quantize`."""
+    return quantize(sigmoid_and_mul(x, gate), group)
 
 
 def quantized_product(rows: QuantizedRows, weight: QuantizedWeight, dtype: torch.dtype) -> torch.Tensor:

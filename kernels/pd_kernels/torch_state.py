@@ -12,11 +12,13 @@ import torch
 import torch.nn.functional as F
 
 from pd_kernels.state import PIECE
+from pd_kernels.torch_quantized import quantize
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from pd_kernels.state import StateCache, StatePlan
+    from pd_kernels.quantized import QuantizedRows
+    from pd_kernels.state import StateCache, StateGates, StatePlan
 
 LENGTH_EPS = 1e-6  # added to the square of a query's or key's length, as Qwen3-Next does
 
@@ -62,6 +64,19 @@ class TorchState:
         """See StateOps."""
         return -A_log.float().exp() * F.softplus(a.float() + dt_bias.float()), b.float().sigmoid()
 
+    def mix_gated(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        gates: StateGates,
+        recurrent: torch.Tensor,
+        plan: StatePlan,
+        scale: float,
+    ) -> torch.Tensor:
+        """See StateOps."""
+        return self.mix(q, k, v, *self.gates(*gates), recurrent, plan, scale)
+
     def mix(
         self,
         q: torch.Tensor,
@@ -95,6 +110,13 @@ class TorchState:
         value = x.to(dtype)
         normed = value * torch.rsqrt(value.square().mean(-1, keepdim=True) + eps)
         return (normed * weight.to(dtype) * F.silu(gate.to(dtype))).to(x.dtype)
+
+
+def gated_norm_quantized(
+    x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float, group: int
+) -> QuantizedRows:
+    """`gated_norm`, then `quantize` of each token's row [H * D]."""
+    return quantize(TorchState().gated_norm(x, gate, weight, eps).flatten(1), group)
 
 
 def _places_of_channels(cache: StateCache) -> torch.Tensor:

@@ -6,7 +6,12 @@ import logging
 from dataclasses import replace
 
 from pd_kernels.backends import TORCH, Kernels, ProposeGated, no_gated_products
-from pd_kernels.triton_activation import silu_and_mul, silu_and_mul_quantized
+from pd_kernels.triton_activation import (
+    sigmoid_and_mul,
+    sigmoid_and_mul_quantized,
+    silu_and_mul,
+    silu_and_mul_quantized,
+)
 from pd_kernels.triton_biased_experts import make_biased_mix, needs_room
 from pd_kernels.triton_block_copy import copy_blocks
 from pd_kernels.triton_experts import experts
@@ -19,7 +24,7 @@ from pd_kernels.triton_quantized_product import quantized_product
 from pd_kernels.triton_rotary import norm_rope_write
 from pd_kernels.triton_routing import route
 from pd_kernels.triton_sampling import argmax, best, draw
-from pd_kernels.triton_state import TritonState
+from pd_kernels.triton_state import TritonState, gated_norm_quantized
 from pd_kernels.weight_forms import MXFP4
 
 logger = logging.getLogger(__name__)
@@ -45,6 +50,9 @@ TRITON = Kernels(
     add_rms_norm_quantized=add_rms_norm_quantized,
     add_rms_norm_twice=add_rms_norm_twice,
     silu_and_mul_quantized=silu_and_mul_quantized,
+    sigmoid_and_mul=sigmoid_and_mul,
+    sigmoid_and_mul_quantized=sigmoid_and_mul_quantized,
+    gated_norm_quantized=gated_norm_quantized,
     quantized_product=quantized_product,
     norm_rope_write=norm_rope_write,
     route=route,
@@ -68,6 +76,8 @@ WITHOUT_FLOAT8 = replace(
     add_rms_norm_quantized=TORCH.add_rms_norm_quantized,
     add_rms_norm_twice=TORCH.add_rms_norm_twice,
     silu_and_mul_quantized=TORCH.silu_and_mul_quantized,
+    sigmoid_and_mul_quantized=TORCH.sigmoid_and_mul_quantized,
+    gated_norm_quantized=TORCH.gated_norm_quantized,
     quantized_product=TORCH.quantized_product,
 )
 """For GPUs before Ada (8.9): Triton has no float8 (e4m3) there."""

@@ -14,22 +14,22 @@ On a Hopper GPU, `gluon_experts` multiplies many rows with weights in blocks of 
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from pd_kernels.expert_tiling import FEW, ExpertTiling, experts_tiling
 from pd_kernels.launch_sizes import cdiv, next_power_of_2
 from pd_kernels.quantized import BLOCK, QuantizedRows, QuantizedWeight, RowsTwice
 from pd_kernels.triton_dependent_launch import early_options, launches_early, others_may_start, wait_for_others
 from pd_kernels.triton_norm import pieces_of_squares, root_mean_square
 from pd_kernels.triton_pair_rows import sum_pairs
 from pd_kernels.triton_pairs import OwnPairs, own_expert, sort_pairs
-from pd_kernels.triton_quantize import quantize
+from pd_kernels.triton_quantize import empty_rows, quantize, quantized_by, scales_of
 from pd_kernels.values import FEW_ROWS, HalfNormed
 
 if TYPE_CHECKING:
@@ -43,20 +43,8 @@ logger = logging.getLogger(__name__)
 # Kinds of weights. _TILES: weights in blocks, and all of a program's gates, ups or outputs are in one row of blocks
 _PLAIN, _CHANNELS, _BLOCKS, _TILES = (tl.constexpr(kind) for kind in range(4))
 _DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
-# Tokens up to which pairs are not sorted; up to which sums are parts: more float32 parts leave the L2 cache too early
-FEW, _MOST_IN_PARTS = FEW_ROWS
+_MOST_IN_PARTS = FEW_ROWS[1]  # tokens; more float32 parts leave the L2 cache too early
 _MANY = 64  # mean pairs of an expert from which tiles of `gluon_experts` are full enough (1,024 tokens: 257 us for 299)
-
-
-@dataclass(frozen=True, slots=True)
-class ExpertTiling:
-    """Sizes of the tiles of one product; the defaults of `experts_tiling` were chosen by measurement."""
-
-    rows: int  # pairs
-    outputs: int  # of a program: gates and as many ups. The matrix unit multiplies 64 lines of weights at once
-    inputs: int
-    num_warps: int
-    num_stages: int
 
 
 @triton.jit
@@ -121,15 +109,15 @@ def _add(sums, product, scales_at, row_scales_at, group, group_stride, KIND: tl.
     return sums
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_tiles", "group_stride", "num_squares"])
+@triton.jit(do_not_specialize=["num_tokens", "num_tiles", "group_stride", "out_stride", "num_squares"])
 def _gate_up_kernel(
-    weight_tiles, scales, x, row_scales, squares, out, chosen, order, tiles, num_tokens, num_tiles, first_own, num_own,
-    num_outputs, num_inputs, x_stride, row_stride, group_stride, num_squares, eps,
+    weight_tiles, scales, x, row_scales, squares, out, out_scales, chosen, order, tiles, num_tokens, num_tiles,
+    first_own, num_own, num_outputs, num_inputs, x_stride, row_stride, group_stride, out_stride, num_squares, eps,
     KIND: tl.constexpr, NUM_CHOSEN: tl.constexpr, CHOSEN: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr,
-    INPUTS: tl.constexpr, SORTED: tl.constexpr, PART: tl.constexpr, SQUARES: tl.constexpr,
-    STAGES: tl.constexpr, EARLY: tl.constexpr,
+    INPUTS: tl.constexpr, SORTED: tl.constexpr, PART: tl.constexpr, SQUARES: tl.constexpr, DTYPE: tl.constexpr,
+    QUANTIZES: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """SwiGLU of x times gates and ups, [pairs, num_outputs]."""
+    """SwiGLU of x times gates and ups, [pairs, num_outputs]. QUANTIZES: OUTPUTS numbers share a scale."""
     wait_for_others(EARLY)
     others_may_start(EARLY)  # so these others may read the choice of experts at once
     expert, pair = _tile(
@@ -161,9 +149,13 @@ def _gate_up_kernel(
     if SQUARES > 0:
         divisor = root_mean_square(pieces, num_inputs, eps)[None, :]
         gates, ups = gates / divisor, ups / divisor
-    dtype = out.dtype.element_ty
-    gates, ups = gates.to(dtype).to(tl.float32), ups.to(dtype).to(tl.float32)
-    result = ((gates / (1.0 + tl.exp(-gates))).to(dtype).to(tl.float32) * ups).to(dtype)
+    gates, ups = gates.to(DTYPE).to(tl.float32), ups.to(DTYPE).to(tl.float32)
+    result = ((gates / (1.0 + tl.exp(-gates))).to(DTYPE).to(tl.float32) * ups).to(DTYPE)
+    if QUANTIZES:
+        wide = result.to(tl.float32)
+        scale = scales_of(wide, 0)
+        result = quantized_by(wide, scale, 0).to(out.dtype.element_ty)
+        tl.store(out_scales + tl.program_id(0) * out_stride + pair, scale, mask=pair >= 0)
     at = pair[:, None].to(tl.int64) * num_outputs + line[None, :]
     tl.store(out + at, tl.trans(result), mask=(pair >= 0)[:, None] & (line < num_outputs)[None, :])
 
@@ -174,9 +166,12 @@ def _down_kernel(
     num_outputs, num_inputs, row_stride, group_stride,
     KIND: tl.constexpr, NUM_CHOSEN: tl.constexpr, CHOSEN: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr,
     INPUTS: tl.constexpr, SORTED: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr, DTYPE: tl.constexpr,
-    STAGES: tl.constexpr, EARLY: tl.constexpr,
+    QUANTIZES: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """`x` [pairs, num_inputs] -> `out` [T, NUM_CHOSEN, num_outputs]; PARTS: [NUM_CHOSEN, T, num_outputs], weighted."""
+    """`x` [pairs, num_inputs] -> `out` [T, NUM_CHOSEN, num_outputs]; PARTS: [NUM_CHOSEN, T, num_outputs], weighted.
+
+    QUANTIZES: `x` is not quantized yet. INPUTS numbers share a scale. For kind _TILES.
+    """
     others_may_start(EARLY)
     expert, pair = _tile(
         chosen, order, tiles, num_tokens, num_tiles, first_own, num_own, NUM_CHOSEN, CHOSEN, ROWS, SORTED, PART
@@ -198,8 +193,15 @@ def _down_kernel(
         inside = known[:, None] & (place + column < num_inputs)[None, :]
         rows = tl.load(x + place + column[None, :], mask=inside, other=0.0)
         weight = weight_tiles.load([expert * num_outputs + tl.program_id(0) * OUTPUTS, place])
-        product = _product(sums, weight, rows, KIND)
-        sums = _add(sums, product, scales, row_scales, place // 128, group_stride, KIND)
+        if QUANTIZES:
+            wide = rows.to(tl.float32)
+            scale = scales_of(wide, 1)
+            rows = quantized_by(wide, scale, 1).to(weight.dtype)
+            product = _product(sums, weight, rows, KIND)
+            sums += product * (tl.load(scales + place // 128) * scale)[None, :]
+        else:
+            product = _product(sums, weight, rows, KIND)
+            sums = _add(sums, product, scales, row_scales, place // 128, group_stride, KIND)
     if KIND == _CHANNELS:
         sums *= tl.load(scales)[:, None] * tl.load(row_scales)[None, :]
     result, line = tl.trans(sums).to(DTYPE), pair
@@ -208,37 +210,6 @@ def _down_kernel(
         line = pair % NUM_CHOSEN * num_tokens + pair // NUM_CHOSEN
     at = line[:, None].to(tl.int64) * num_outputs + output[None, :]
     tl.store(out + at, result, mask=known[:, None] & (output < num_outputs)[None, :])
-
-
-def experts_tiling(
-    num_tokens: int, num_chosen: int, num_experts: int, bytes_per_weight: int
-) -> tuple[ExpertTiling, ExpertTiling]:
-    """Tilings of gate-up and down, with equal rows, for 228 KiB of shared memory per multiprocessor."""
-    mean = num_tokens * num_chosen / num_experts  # pairs of an expert
-    if bytes_per_weight == 4:  # for tests
-        return ExpertTiling(16, 64, 32, 4, 2), ExpertTiling(16, 64, 32, 4, 2)
-    if bytes_per_weight == 1:
-        return _quantized_tiling(num_tokens, mean)
-    if num_tokens <= FEW:
-        return ExpertTiling(16, 64, 128, 4, 3), ExpertTiling(16, 64, 128, 4, 4)
-    if mean <= 10:
-        return ExpertTiling(16, 64, 128, 4, 3), ExpertTiling(16, 128, 128, 4, 3)
-    if mean <= 24:
-        return ExpertTiling(32, 64, 64, 4, 3), ExpertTiling(32, 128, 64, 4, 4)
-    if mean <= 48:
-        return ExpertTiling(64, 64, 64, 4, 3), ExpertTiling(64, 128, 64, 4, 4)
-    return ExpertTiling(128, 128, 64, 8, 4 if mean <= 128 else 3), ExpertTiling(128, 128, 64, 8, 3)
-
-
-def _quantized_tiling(num_tokens: int, mean: float) -> tuple[ExpertTiling, ExpertTiling]:
-    """Steps of 128 inputs share scales."""
-    if num_tokens <= FEW:
-        return ExpertTiling(16, 64, 128, 4, 5), ExpertTiling(16, 64, 128, 4, 6)
-    if mean <= 10:
-        return ExpertTiling(16, 128, 128, 4, 3), ExpertTiling(16, 128, 128, 4, 3)
-    if mean <= 24:
-        return ExpertTiling(32, 128, 128, 8, 3), ExpertTiling(32, 128, 128, 4, 3)
-    return ExpertTiling(64, 128, 128, 8, 3), ExpertTiling(64, 128, 128, 4, 4)
 
 
 def experts(
@@ -265,33 +236,106 @@ def experts(
     if num_tokens * num_chosen >= _MANY * num_all and (in_tiles := _in_tiles(x, gate_up, down)) is not None:
         return in_tiles(x, scores, chosen, gate_up, down, part=part)
     first, second = experts_tiling(num_tokens, num_chosen, num_all, itemsize)
-    values, scales, rows, row_scales, strides, kind = _operands(x, quantized, gate_up, size, first.outputs)
     order, tiles, num_tiles, is_sorted = chosen, chosen, chosen.numel(), num_tokens > FEW
     if is_sorted:
         pairs = sort_pairs(chosen, num_experts, first.rows, own=own)
         order, tiles, num_tiles = pairs.order, pairs.tiles, pairs.tiles.shape[1]
     places = chosen, order, tiles, num_tokens, num_tiles, *((0, 0) if own is None else (own.first, own.num_own))
-    padded = next_power_of_2(num_chosen)
-    squares, eps = (scores[:0], 0.0) if normed is None else (normed.squares, normed.eps)
-    activated = x.new_empty((num_tokens * num_chosen, size))
-    _gate_up_kernel[(cdiv(size, first.outputs), num_tiles)](
-        TensorDescriptor.from_tensor(values.view(-1, hidden), [first.outputs, first.inputs]), scales, rows, row_scales,
-        squares, activated, *places, size, hidden, rows.stride(0), *strides, len(squares), eps, kind, num_chosen,
-        padded, first.rows, first.outputs, first.inputs, is_sorted, part is not None,
-        next_power_of_2(len(squares)) if len(squares) else 0, first.num_stages, early,
-        num_warps=first.num_warps, **early_options(early),
-    )  # fmt: skip
     is_parts = num_tokens <= _MOST_IN_PARTS and part is None  # the ranks' sum needs one part of each rank
+    step = _Step(places, num_tiles, num_chosen, is_sorted, part is not None, is_parts, early)
+    rows = x if quantized is None else quantized
+    in_first, in_second = _quantizes(gate_up, down, first, second, is_sorted)
+    activated: torch.Tensor | QuantizedRows
+    if in_first:
+        activated = empty_rows(chosen.numel(), size, BLOCK, x.device)
+    else:
+        activated = x.new_empty((chosen.numel(), size))
+    _multiply_gate_up(rows, normed, gate_up, activated, x.dtype, step, first)
     shape = (num_chosen, num_tokens, hidden) if is_parts else (num_tokens, num_chosen, hidden)
     results = torch.empty(shape, dtype=scores.dtype if is_parts else x.dtype, device=x.device)
-    values, scales, rows, row_scales, strides, kind = _operands(activated, None, down, hidden, second.outputs)
-    _down_kernel[(cdiv(hidden, second.outputs), num_tiles)](
-        TensorDescriptor.from_tensor(values.view(-1, size), [second.outputs, second.inputs]), scales, rows,
-        row_scales, scores, results, *places, hidden, size, *strides, kind, num_chosen, padded, second.rows,
-        second.outputs, second.inputs, is_sorted, part is not None, is_parts, _DTYPES[x.dtype],
-        second.num_stages, early, num_warps=second.num_warps, **early_options(early),
-    )  # fmt: skip
+    _multiply_down(activated, down, scores, results, x.dtype, step, second, in_second)
     return results if is_parts else sum_pairs(results.view(-1, hidden), scores, own=own)
+
+
+class _Step(NamedTuple):
+    """What both products of a step have."""
+
+    places: tuple[Any, ...]  # arguments of `_tile`
+    num_tiles: int
+    num_chosen: int
+    is_sorted: bool
+    is_part: bool
+    is_parts: bool
+    early: bool
+
+    @property
+    def choices(self) -> tuple[int, int]:
+        """NUM_CHOSEN and CHOSEN."""
+        return self.num_chosen, next_power_of_2(self.num_chosen)
+
+
+def _multiply_gate_up(
+    x: torch.Tensor | QuantizedRows,
+    normed: HalfNormed | None,
+    weight: Weight,
+    out: torch.Tensor | QuantizedRows,
+    dtype: torch.dtype,
+    step: _Step,
+    tiling: ExpertTiling,
+) -> None:
+    """Fill `out` [pairs, size] with activations."""
+    hidden, size = weight.shape[2], weight.shape[1] // 2
+    values, scales, rows, row_scales, strides, kind = _operands(x, weight, size, tiling.outputs)
+    num_squares, squares, eps = 0, scales, 0.0
+    if normed is not None:
+        num_squares, squares, eps = len(normed.squares), normed.squares, normed.eps
+    is_quantized, to, to_scales, stride = False, out, out, 0
+    if isinstance(out, QuantizedRows):
+        is_quantized, to, to_scales, stride = True, out.values, out.scales, out.scales.stride(1)
+    _gate_up_kernel[(cdiv(size, tiling.outputs), step.num_tiles)](
+        TensorDescriptor.from_tensor(values.view(-1, hidden), [tiling.outputs, tiling.inputs]), scales, rows,
+        row_scales, squares, to, to_scales, *step.places, size, hidden, rows.stride(0), *strides, stride, num_squares,
+        eps, kind, *step.choices, tiling.rows, tiling.outputs, tiling.inputs, step.is_sorted, step.is_part,
+        next_power_of_2(num_squares) if num_squares else 0, _DTYPES[dtype], is_quantized, tiling.num_stages,
+        step.early, num_warps=tiling.num_warps, **early_options(step.early),
+    )  # fmt: skip
+
+
+def _multiply_down(
+    x: torch.Tensor | QuantizedRows,
+    weight: Weight,
+    scores: torch.Tensor,
+    out: torch.Tensor,
+    dtype: torch.dtype,
+    step: _Step,
+    tiling: ExpertTiling,
+    quantizes: bool,
+) -> None:
+    """Fill `out` with results, or with float32 parts. `quantizes`: the kernel quantizes `x` itself."""
+    hidden, size = weight.shape[1:]
+    values, scales, rows, row_scales, strides, kind = _operands(x, weight, hidden, tiling.outputs, quantizes)
+    _down_kernel[(cdiv(hidden, tiling.outputs), step.num_tiles)](
+        TensorDescriptor.from_tensor(values.view(-1, size), [tiling.outputs, tiling.inputs]), scales, rows,
+        row_scales, scores, out, *step.places, hidden, size, *strides, kind, *step.choices, tiling.rows,
+        tiling.outputs, tiling.inputs, step.is_sorted, step.is_part, step.is_parts, _DTYPES[dtype], quantizes,
+        tiling.num_stages, step.early, num_warps=tiling.num_warps,
+        **early_options(step.early),
+    )  # fmt: skip
+
+
+def _quantizes(
+    gate_up: Weight, down: Weight, first: ExpertTiling, second: ExpertTiling, is_sorted: bool
+) -> tuple[bool, bool]:
+    """Whether activations are quantized by the program that computes them, or by those that read them.
+
+    A program that computes 128 numbers has a whole group. Few tokens have more programs, of 64 each; then those of the
+    second product quantize the few rows that they read, each for itself. Either is a launch less.
+    """
+    if not (isinstance(gate_up, QuantizedWeight) and isinstance(down, QuantizedWeight) and down.is_blocks):
+        return False, False
+    if _kind(gate_up, down.shape[2], first.outputs) == _TILES.value and first.outputs == BLOCK:
+        return True, False
+    return False, not is_sorted and _kind(down, down.shape[1], second.outputs) == _TILES.value
 
 
 def _in_tiles(x: torch.Tensor, gate_up: Weight, down: Weight) -> Callable[..., torch.Tensor] | None:
@@ -312,17 +356,24 @@ def _for_many() -> Callable[[QuantizedWeight, QuantizedWeight], Callable[..., to
 
 
 def _operands(
-    x: torch.Tensor, quantized: QuantizedRows | None, weight: Weight, size: int, outputs: int
+    x: torch.Tensor | QuantizedRows, weight: Weight, size: int, outputs: int, stays_plain: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, tuple[int, ...], int]:
     """The weight's values and scales, `x` as the weight needs it, its scales and their strides, the kind of weight.
 
-    `quantized`: `x` as a quantized weight needs it, if it is at hand. `size`, `outputs`: gates, ups or outputs of an
-    expert, and of a program.
+    `stays_plain`: the kernel quantizes `x`. `size`, `outputs`: gates, ups or outputs of an expert, and of a program.
     """
     if not isinstance(weight, QuantizedWeight):
+        assert isinstance(x, torch.Tensor)
         return weight, weight, x, x, (0, 0), _PLAIN.value
-    rows = quantize(x, weight.group) if quantized is None else quantized
-    kind = _BLOCKS if weight.is_blocks else _CHANNELS
+    kind = _kind(weight, size, outputs)
+    if stays_plain:
+        assert isinstance(x, torch.Tensor)
+        return weight.values, weight.scales, x, x, (0, 0), kind
+    rows = quantize(x, weight.group) if isinstance(x, torch.Tensor) else x
+    return weight.values, weight.scales, rows.values, rows.scales, rows.scales.stride(), kind
+
+
+def _kind(weight: QuantizedWeight, size: int, outputs: int) -> int:
     if weight.is_blocks and size % outputs == 0 and outputs in (64, BLOCK):
-        kind = _TILES
-    return weight.values, weight.scales, rows.values, rows.scales, rows.scales.stride(), kind.value
+        return int(_TILES.value)
+    return int((_BLOCKS if weight.is_blocks else _CHANNELS).value)

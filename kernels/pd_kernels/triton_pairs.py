@@ -23,6 +23,8 @@ from pd_kernels.triton_dependent_launch import early_options, launches_early, ot
 
 _BLOCK = 256  # pairs of a program: 1,024 take 4 us longer to sort. With many pairs, 512: fewer counts to add
 
+_MOST_AT_ONCE = 4096  # pairs that each program counts for itself, without a launch that counts
+
 
 @dataclass(frozen=True, slots=True)
 class SortedPairs:
@@ -83,10 +85,13 @@ def _count_kernel(
 @triton.jit(do_not_specialize=["num_pairs", "num_tiles", "num_blocks"])
 def _place_kernel(
     chosen, counts, order, tiles, num_pairs, num_tiles, num_blocks, first_own, num_own,
-    ROWS: tl.constexpr, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, PLACED: tl.constexpr, PART: tl.constexpr,
-    EARLY: tl.constexpr,
+    ROWS: tl.constexpr, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, ALL: tl.constexpr, PLACED: tl.constexpr,
+    PART: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """PLACED: `order` becomes the row of each pair. PART: pairs of other ranks' experts get none."""
+    """PLACED: `order` becomes the row of each pair. PART: pairs of other ranks' experts get none.
+
+    ALL is not 0: there are no counts, and each program counts all pairs, at most ALL.
+    """
     others_may_start(EARLY)
     block = tl.program_id(0)
     place = tl.arange(0, BLOCK)
@@ -97,7 +102,14 @@ def _place_kernel(
     known = known & (mine >= 0)
     own = tl.histogram(mine, EXPERTS, mask=known)
     total, before = own, tl.zeros([EXPERTS], tl.int32)
-    if num_blocks > 1:
+    if ALL > 0:
+        every = tl.arange(0, ALL)
+        others = tl.load(chosen + every, mask=every < num_pairs, other=0).to(tl.int32)
+        others = own_expert(others, first_own, num_own, PART)
+        counted = (every < num_pairs) & (others >= 0)
+        total = tl.histogram(others, EXPERTS, mask=counted)
+        before = tl.histogram(others, EXPERTS, mask=counted & (every < block * BLOCK))
+    elif num_blocks > 1:
         total = tl.zeros([EXPERTS], tl.int32)
         for other in range(num_blocks):
             count = tl.load(counts + other * EXPERTS + expert)
@@ -154,7 +166,8 @@ def _place(
     block = max(16, min(most, next_power_of_2(num_pairs)))
     num_blocks, experts = cdiv(num_pairs, block), next_power_of_2(num_experts)
     counts, experts_here = order, (0, 0) if own is None else (own.first, own.num_own)
-    if num_blocks > 1:
+    every = next_power_of_2(num_pairs) if block < num_pairs <= _MOST_AT_ONCE else 0
+    if num_blocks > 1 and not every:
         counts = torch.empty((num_blocks, experts), dtype=torch.int32, device=device)
         _count_kernel[(num_blocks,)](
             chosen, counts, num_pairs, *experts_here, experts, block, own is not None, early,
@@ -162,6 +175,6 @@ def _place(
         )  # fmt: skip
     _place_kernel[(num_blocks,)](
         chosen, counts, order, tiles, num_pairs, num_tiles, num_blocks, *experts_here, rows, experts, block,
-        is_placed, own is not None, early, num_warps=8, **early_options(early),
+        every, is_placed, own is not None, early, num_warps=8, **early_options(early),
     )  # fmt: skip
     return order, tiles

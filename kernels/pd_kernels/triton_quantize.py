@@ -28,6 +28,18 @@ def _rounded(scaled):
 
 
 @triton.jit
+def scales_of(x, AXIS: tl.constexpr):
+    """The scales of groups of float32 numbers, which lie along the axis."""
+    return tl.div_rn(tl.maximum(tl.max(tl.abs(x), AXIS), _LEAST), _MOST)
+
+
+@triton.jit
+def quantized_by(x, scale, AXIS: tl.constexpr):
+    """Numbers of float8, still as float32: `x` by the groups' scales."""
+    return _rounded(x * tl.expand_dims(tl.div_rn(1.0, scale), AXIS))
+
+
+@triton.jit
 def group_place(row, group, line, num_rows, size, WIDTH: tl.constexpr, GROUPS: tl.constexpr):
     """Rows [LINES], groups [LINES], columns [LINES, WIDTH], and which of these are in a matrix [num_rows, size].
 
@@ -47,8 +59,8 @@ def store_quantized(x, values, scales, row, group, line, num_rows, size, row_str
     `row`, `group`, `line`, WIDTH, GROUPS: see `group_place`. The strides are those of `scales`.
     """
     rows, groups, columns, inside = group_place(row, group, line, num_rows, size, WIDTH, GROUPS)
-    scale = tl.div_rn(tl.maximum(tl.max(tl.abs(x), 1), _LEAST), _MOST)
-    scaled = _rounded(x * tl.div_rn(1.0, scale)[:, None])
+    scale = scales_of(x, 1)
+    scaled = quantized_by(x, scale, 1)
     tl.store(values + rows[:, None] * size + columns, scaled.to(values.dtype.element_ty), mask=inside)
     known = (rows < num_rows) & (groups * WIDTH < size)
     tl.store(scales + rows * row_stride + groups * group_stride, scale, mask=known)

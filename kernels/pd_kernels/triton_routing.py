@@ -53,10 +53,10 @@ def _multiply(weight, rows):
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _products_kernel(
-    x, router, products, num_tokens, x_stride, num_inputs, num_experts,
+    x, router, products, num_tokens, x_stride, num_inputs, num_experts, width,
     PIECES: tl.constexpr, ROWS: tl.constexpr, EXPERTS: tl.constexpr, PIECE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """`products` [programs that share the inputs, T, E]; PIECES: of a program. Pieces after the inputs are 0."""
+    """`products` [programs that share the inputs, T, width]; PIECES: of a program. Pieces after the inputs are 0."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     expert = tl.program_id(1) * EXPERTS + tl.arange(0, EXPERTS)
     column = tl.program_id(2) * PIECES * PIECE + tl.arange(0, PIECE)
@@ -71,23 +71,25 @@ def _products_kernel(
         weight = _piece(router, expert, known, num_inputs, column, num_inputs)
         rows = _piece(x, row, row < num_tokens, x_stride, column, num_inputs)
         sums += _multiply(weight, rows)
-    at = (tl.program_id(2) * num_tokens + row[:, None]).to(tl.int64) * num_experts + expert[None, :]
+    at = (tl.program_id(2) * num_tokens + row[:, None]).to(tl.int64) * width + expert[None, :]
     tl.store(products + at, tl.trans(sums), mask=(row < num_tokens)[:, None] & known[None, :])
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_squares"])
 def _choose_kernel(
-    products, bias, squares, scores, chosen, num_tokens, num_inputs, num_experts, num_squares, eps, factor,
+    products, bias, squares, scores, chosen, num_tokens, num_inputs, num_experts, width, num_squares, eps, factor,
     SUMS: tl.constexpr, PIECES: tl.constexpr,
     NUM_CHOSEN: tl.constexpr, CHOSEN: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.constexpr,
-    IS_SIGMOID: tl.constexpr, NORMALIZED: tl.constexpr, BIAS: tl.constexpr, SQUARES: tl.constexpr, TINY: tl.constexpr,
-    EARLY: tl.constexpr,
+    IS_SIGMOID: tl.constexpr, NORMALIZED: tl.constexpr, BIAS: tl.constexpr, SHARED: tl.constexpr,
+    SQUARES: tl.constexpr, TINY: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    """SHARED: products have one more column, that of the shared expert's gate."""
     others_may_start(EARLY)
     row, expert = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, EXPERTS)
     known = (expert < num_experts)[None, :]
     inside = (row < num_tokens)[:, None] & known
-    at = products + row[:, None].to(tl.int64) * num_experts + expert[None, :]
+    row_at = products + row.to(tl.int64) * width
+    at = row_at[:, None] + expert[None, :]
     biases = 0.0
     if BIAS != _NOTHING:
         biases = tl.load(bias + expert, mask=expert < num_experts, other=0.0)[None, :]
@@ -97,11 +99,21 @@ def _choose_kernel(
         four = tl.zeros([ROWS, EXPERTS], tl.float32)
         for _ in tl.static_range(PIECES):
             four += tl.load(at, mask=inside, other=0.0)
-            at += num_tokens.to(tl.int64) * num_experts
+            at += num_tokens.to(tl.int64) * width
         product += four
+    gate = tl.zeros([ROWS], tl.float32)
+    if SHARED:
+        at = row_at + num_experts
+        for _ in tl.static_range(SUMS):
+            of_four = tl.zeros([ROWS], tl.float32)
+            for _ in tl.static_range(PIECES):
+                of_four += tl.load(at, mask=row < num_tokens, other=0.0)
+                at += num_tokens.to(tl.int64) * width
+            gate += of_four
     if SQUARES > 0:
         pieces = pieces_of_squares(squares, num_squares, row, num_tokens, SQUARES)
-        product = product / root_mean_square(pieces, num_inputs, eps)[:, None]
+        divisor = root_mean_square(pieces, num_inputs, eps)
+        product, gate = product / divisor[:, None], gate / divisor
     if BIAS == _PRODUCTS:
         product += biases
     if IS_SIGMOID:
@@ -125,9 +137,13 @@ def _choose_kernel(
         rank = tl.where(is_best, -float("inf"), rank)
     if NORMALIZED:
         kept = kept / tl.maximum(tl.sum(kept, 1), TINY)[:, None]
-    at = row[:, None].to(tl.int64) * NUM_CHOSEN + place
-    inside = (row < num_tokens)[:, None] & (place < NUM_CHOSEN)
-    tl.store(scores + at, kept * factor, mask=inside)
+    kept = kept * factor
+    if SHARED:
+        kept = tl.where(place == NUM_CHOSEN, (1.0 / (1.0 + tl.exp(-gate)))[:, None], kept)
+        experts = tl.where(place == NUM_CHOSEN, num_experts, experts)
+    at = row[:, None].to(tl.int64) * (NUM_CHOSEN + SHARED) + place
+    inside = (row < num_tokens)[:, None] & (place < NUM_CHOSEN + SHARED)
+    tl.store(scores + at, kept, mask=inside)
     tl.store(chosen + at, experts.to(tl.int64), mask=inside)
 
 
@@ -141,22 +157,24 @@ def route(
     if routing.num_groups > 1:
         return torch_experts.route(x, router, bias, routing)
     normed, x = (x, x.x) if isinstance(x, HalfNormed) else (None, x)
-    (num_tokens, num_inputs), num_experts, early = x.shape, len(router), launches_early(x.device)
+    (num_tokens, num_inputs), num_lines, early = x.shape, len(router), launches_early(x.device)
     if router.dtype is not torch.float32 or router.shape[1] != num_inputs or x.stride(1) != 1:
         raise ValueError(f"{router.dtype} {tuple(router.shape)} is not a float32 router of {num_inputs} inputs")
-    scores = x.new_empty((num_tokens, routing.num_chosen), dtype=torch.float32)
+    scores = x.new_empty((num_tokens, routing.num_scores), dtype=torch.float32)
     chosen = torch.empty_like(scores, dtype=torch.int64)
     if not num_tokens:
         return scores, chosen
+    num_experts, has_shared = num_lines - routing.has_shared, routing.has_shared
     sums, experts = cdiv(num_inputs, 4 * _PIECE), next_power_of_2(num_experts)
     pieces, share = (4, 1) if num_tokens <= few else (1, 4)
     # A program has 64 experts, as many as Hopper's matrix unit multiplies at once
     rows, height, num_warps = max(16, min(64, next_power_of_2(num_tokens))), 64, 4
     if num_tokens > _MANY:
         rows, height, num_warps = 128, max(64, min(128, experts)), 8
-    products = x.new_empty((sums * pieces, num_tokens, num_experts), dtype=torch.float32)
-    _products_kernel[(cdiv(num_tokens, rows), cdiv(num_experts, height), sums * pieces)](
-        x, router, products, num_tokens, x.stride(0), num_inputs, num_experts, share, rows, height, _PIECE, early,
+    width = 16 * cdiv(num_lines, 16)  # so that rows are aligned
+    products = x.new_empty((sums * pieces, num_tokens, width), dtype=torch.float32)
+    _products_kernel[(cdiv(num_tokens, rows), cdiv(num_lines, height), sums * pieces)](
+        x, router, products, num_tokens, x.stride(0), num_inputs, num_lines, width, share, rows, height, _PIECE, early,
         num_warps=num_warps, **early_options(early),
     )  # fmt: skip
     added = _NOTHING if bias is None else _PRODUCTS if routing.biases_products else _SCORES
@@ -164,8 +182,9 @@ def route(
     squares, eps = (products[0, :0], 0.0) if normed is None else (normed.squares, normed.eps)
     _choose_kernel[(cdiv(num_tokens, rows),)](
         products, router if bias is None else bias, squares, scores, chosen, num_tokens, num_inputs, num_experts,
-        len(squares), eps, routing.factor, sums, pieces, routing.num_chosen, next_power_of_2(routing.num_chosen),
-        experts, rows, routing.is_sigmoid, routing.normalized, added.value,
+        width, len(squares), eps, routing.factor, sums, pieces, routing.num_chosen,
+        next_power_of_2(routing.num_scores), experts, rows, routing.is_sigmoid, routing.normalized, added.value,
+        has_shared,
         next_power_of_2(len(squares)) if len(squares) else 0, _TINY, early, num_warps=1, **early_options(early),
     )  # fmt: skip
     return scores, chosen

@@ -155,6 +155,12 @@ class Routing:
     groups_chosen: int = 1
     group_best: int = 2  # a group's rank is the sum of so many of its best (1: DeepSeek-V2)
     biases_products: bool = False  # the router's bias is added to the products instead
+    has_shared: bool = False  # every token has one more expert, the last. The router's last row is its gate
+
+    @property
+    def num_scores(self) -> int:
+        """Experts of a token with the shared one, which comes last. Its score is its gate's sigmoid."""
+        return self.num_chosen + self.has_shared
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,6 +38,7 @@ class LookupDrafter:
         self._chances = Chances()
         self._drafted: dict[int, _Drafted] = {}
         self._behind: dict[int, Lookup] = {}  # what `prepare` indexes a piece of, by sequence: it has room for it
+        self._may_wait = False  # for `prepare`: the last one has left nothing. On CPUs no step leaves time for one
 
     def expect(self, known: Mapping[int, list[int]], prediction: Sequence[int], num_prompt: int) -> None:
         """See `Drafter`."""
@@ -56,7 +57,7 @@ class LookupDrafter:
         lookup = one.lookup or self._begin(one, token_ids)
         if lookup is None or (len(token_ids) > one.room and not self._take_memory(one)):
             return None
-        offer = lookup.offer(num_ahead, most)
+        offer = lookup.offer(num_ahead, most, may_wait=self._may_wait)
         if lookup.is_behind:
             self._behind[seq_id] = lookup
         return offer
@@ -69,12 +70,14 @@ class LookupDrafter:
 
     def prepare(self, is_late: Callable[[], bool]) -> None:
         """See `Drafter`."""
+        self._may_wait = False
         for runs in self._chances.all:
             if is_late():
                 return
             runs.correct()
         while self._behind and not is_late():
-            self._behind.popitem()[1].index()
+            self._behind.popitem()[1].prepare()
+        self._may_wait = not self._behind
 
     def forget(self, seq_id: int) -> None:
         """See `Drafter`."""

@@ -38,8 +38,8 @@ class TokenIndex:
         self._pairs = pairs[order].data
         self._places = (order + 2).astype(np.int32).data
 
-    def places(self, first: int, second: int) -> list[int]:
-        """The newest places after these two tokens, newest first."""
+    def places(self, first: int, second: int, last: int = 0) -> list[int]:
+        """The newest places after these two tokens, newest first. `last`: see `OutputIndex.places`."""
         pair = first << 32 | second
         end = bisect_right(self._pairs, pair)
         if not end or self._pairs[end - 1] != pair:  # as most often, where nothing matches
@@ -66,9 +66,15 @@ class OutputIndex:
             newest[pair] = place
             last = token
 
-    def places(self, first: int, second: int) -> list[int]:
-        """The newest places after these two tokens, newest first. One may be after the last token that was taken."""
+    def places(self, first: int, second: int, last: int = 0) -> list[int]:
+        """The newest places after these two tokens, newest first.
+
+        last: the place after all tokens, which is left out, because nothing follows there: so what is found does not
+        depend on whether the last token was taken. 0: none is left out.
+        """
         place, found = self._newest.get(first << 32 | second, 0), list[int]()
+        if place == last and last:
+            place = self._before[place - self._offset]
         while place and len(found) < NUM_NEAR:
             found.append(place)
             place = self._before[place - self._offset]

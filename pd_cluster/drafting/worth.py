@@ -18,6 +18,7 @@ alone, of 1.25, let 32 streams never begin: the host's time after a step with dr
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from itertools import accumulate
 from math import inf
 from typing import TYPE_CHECKING, NamedTuple
@@ -63,10 +64,14 @@ class StepPrice(NamedTuple):
 
     def seconds_with(self, counts: Sequence[int]) -> float:
         """Of the step with so many drafts of each offer."""
+        knots, known = self.knots, self.seconds
         if not (num_drafts := sum(counts)):
-            return self.seconds[0]
-        seconds = float(np.interp(num_drafts, self.knots, self.seconds))
-        return seconds + self.step_s + self.sequence_s * sum(count > 0 for count in counts)
+            return known[0]
+        at = bisect_left(knots, num_drafts)  # of the knot after them; `interp` takes six times as long
+        assert at < len(knots), "more drafts than are priced"
+        share = (num_drafts - knots[at - 1]) / (knots[at] - knots[at - 1])
+        seconds = known[at - 1] + share * (known[at] - known[at - 1])
+        return seconds + self.step_s + self.sequence_s * (len(counts) - counts.count(0))
 
 
 def most_worth(offers: Sequence[DraftOffer], price: StepPrice) -> list[int]:
@@ -86,22 +91,26 @@ def most_worth(offers: Sequence[DraftOffer], price: StepPrice) -> list[int]:
     num_served = np.minimum(firsts.searchsorted(best, "right"), counts)  # streams with drafts
     seconds += price.step_s + price.sequence_s * num_served
     rates = (price.num_decodes - best.cumsum(dtype=np.float64)) / seconds
-    rates[seconds.searchsorted(price.most_s, "right") :] = 0
+    if price.most_s < inf:
+        rates[seconds.searchsorted(price.most_s, "right") :] = 0
     plain = price.num_decodes / alone_s
     least = LEAST_GAIN * plain
     credit_s = alone_s * (1.0 + price.least_credit)
+    at = int(rates.argmax())
     if price.most_shared_s == inf:
-        least = max(least, plain + LEAST_SHARE * (float(rates.max()) - plain))
+        least = max(least, plain + LEAST_SHARE * (float(rates[at]) - plain))
     else:
         num_shared = len(best)  # up to so many drafts a stream has none
         if len(offers) == price.num_decodes:
             worst = firsts[-1]
             num_shared = int(np.count_nonzero(chances < worst) + np.count_nonzero(firsts == worst)) - 1
         rates[:num_shared][seconds[:num_shared] > price.most_shared_s] = 0
+        at = int(rates.argmax())
         credit_s = max(credit_s, price.most_shared_s)
-    rates[seconds.searchsorted(credit_s, "right") :] = 0
-    at = int(rates.argmax())
-    if rates[at] <= least:
+    if seconds[at] > credit_s:
+        num_within = int(seconds.searchsorted(credit_s, "right"))  # seconds never fall
+        at = int(rates[:num_within].argmax()) if num_within else 0
+    if seconds[at] > credit_s or rates[at] <= least:
         return [0] * len(offers)
     return _counts(chances, starts, best[at], at + 1)
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from pd_cluster.worker.disk_cache.disk_cache import DiskCache
 
 MOST_WRITES, WRITE_BYTES = 32, 256 << 20  # at once, and of them together: so many host blocks are pinned
-PINNED_SHARE = 4  # and at most 1 / PINNED_SHARE of a small host memory
+PINNED_SHARE = 4  # and at most 1 / PINNED_SHARE of a small host memory, or one
 ROOM_SHARE = 2  # a read takes at most 1 / ROOM_SHARE of what host memory can give up: others come
 # At least believed until a read has told, and again after BELIEVED_S without one: a slow disk is tried again
 DISK_GB_S = 2.0
@@ -181,7 +181,7 @@ class DiskTier:
             reading.go_on(reading.request)
 
     def _write(self) -> None:
-        most = min(self._most_writes, min(one.num_blocks for one in self._host.groups) // PINNED_SHARE)
+        most = min(self._most_writes, max(1, min(one.num_blocks for one in self._host.groups) // PINNED_SHARE))
         while self._unwritten and len(self._writes) < most:
             group, block_hash = self._unwritten[0]
             own = self._host.groups[group]

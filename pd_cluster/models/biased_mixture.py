@@ -39,7 +39,7 @@ class BiasedMixture:
         assert self.weights is not None
         self.mix, self.weights = self.kernels.biased_experts(self.weights, self.part), None
 
-    def feed(self, before: Linear, following: Linear | None) -> None:
+    def feed(self, before: Linear, following: Linear | None, *, also_plain: bool = False) -> None:
         """See FeedForward. No rows are quantized here: weights of these models are plain, or packed experts."""
 
     def add_norm(self, residual: torch.Tensor, x: Normed, norm: torch.Tensor, eps: float) -> Normed:

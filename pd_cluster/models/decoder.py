@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from pd_cluster.models.forward_inputs import ForwardInputs, Tail
-    from pd_cluster.models.linear import Linear, Normed
+    from pd_cluster.models.linear import Linear, Normed, Rows
     from pd_cluster.models.mixer import LayerCache, Mixer
     from pd_cluster.models.model_share import ModelShare
     from pd_cluster.models.slot import Slot
@@ -119,7 +119,7 @@ class Decoder(ABC, Generic[FamilyLayer]):
 
     @abstractmethod
     def _finish_layer(
-        self, layer: FamilyLayer, residual: torch.Tensor, attended: torch.Tensor, next_norm: torch.Tensor
+        self, layer: FamilyLayer, residual: torch.Tensor, attended: Rows, next_norm: torch.Tensor
     ) -> Normed:
         """Add what the layer computes of `attended` to `residual`, in place. -> the norm of the sum by `next_norm`."""
 
@@ -131,7 +131,7 @@ class Decoder(ABC, Generic[FamilyLayer]):
         inputs: ForwardInputs,
         cache: LayerCache,
         tail: Tail | None,
-    ) -> torch.Tensor:
+    ) -> Rows:
         """The layer's first product with `x`, mixed; see Mixer."""
         return layer.attention(layer.qkv(x), angles, inputs, cache, tail)
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 class FeedForward(Protocol):
     """Computes rows, and adds them to the residual."""
 
-    def feed(self, before: Linear, following: Linear | None) -> None:
+    def feed(self, before: Linear, following: Linear | None, *, also_plain: bool = False) -> None:
         """Let `before` quantize its norm for this, and this its own for `following`; see Linear.feed."""
 
     def add_norm(self, residual: torch.Tensor, x: Normed, norm: torch.Tensor, eps: float) -> Normed:
@@ -28,12 +28,12 @@ class Dense:
     gate_up: Linear  # [2 * intermediate, hidden], activated: [T, intermediate]
     down: Linear  # [hidden, intermediate]
 
-    def feed(self, before: Linear, following: Linear | None) -> None:
+    def feed(self, before: Linear, following: Linear | None, *, also_plain: bool = False) -> None:
         """See FeedForward."""
         before.feed(self.gate_up)
         self.gate_up.feed(self.down)
         if following is not None:
-            self.down.feed(following)
+            self.down.feed(following, also_plain=also_plain)
 
     def add_norm(self, residual: torch.Tensor, x: Normed, norm: torch.Tensor, eps: float) -> Normed:
         """See FeedForward."""

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from pd_cluster.models.decoder import Decoder
 
 if TYPE_CHECKING:
-    from pd_cluster.models.linear import Linear, Normed
+    from pd_cluster.models.linear import Linear, Normed, Rows
     from pd_cluster.models.mixer import Mixer
 
 
@@ -52,7 +52,7 @@ class Gemma3(Decoder[Gemma3Layer]):
             layer.down.feed(following)
 
     def _finish_layer(
-        self, layer: Gemma3Layer, residual: torch.Tensor, attended: torch.Tensor, next_norm: torch.Tensor
+        self, layer: Gemma3Layer, residual: torch.Tensor, attended: Rows, next_norm: torch.Tensor
     ) -> Normed:
         eps = self.spec.norm_eps
         x = layer.out.add_norm(residual, attended, layer.mlp_norm, eps, before=layer.out_norm)

@@ -56,14 +56,16 @@ class Linear:
         self._reduce = reduce
         self._few_rows: FewRows | None = None
         self._next_group = 0  # the group of the Linear that this one feeds
-        self._is_read_plain = False
+        self._is_read_plain = False  # what this one feeds is read plain, too
         self._multiply: Callable[[Any], torch.Tensor] = self._plain  # quantized rows come to QuantizedLinears only
 
     def __call__(self, x: Normed) -> torch.Tensor:
         """`x` [T, in] -> activate(x W^T + b), [T, out] without an activation.
 
-        `x` may be the HalfNormed that `add_norm` of another Linear returned.
+        `x` may be the HalfNormed or the RowsTwice that `add_norm` of another Linear returned.
         """
+        if isinstance(x, RowsTwice):
+            x = self._one_of(x)
         rows = x.x if isinstance(x, HalfNormed) else x
         if isinstance(rows, torch.Tensor) and rows.shape[0] <= self.max_few_rows:
             assert self._few_rows is not None
@@ -75,12 +77,12 @@ class Linear:
         """Inputs of a row that share a scale when rows are quantized for this product; 0: they are not."""
         return 0
 
-    def feed(self, following: Linear) -> None:
+    def feed(self, following: Linear, *, also_plain: bool = False) -> None:
         """From now on quantize what `activated` and `add_norm` return, if `following` multiplies quantized rows.
 
-        Nothing else may use these results.
+        Nothing else may use these results. `also_plain`: then `add_norm` returns RowsTwice for others beside it.
         """
-        self._next_group = following.group
+        self._next_group, self._is_read_plain = following.group, also_plain and following.group > 0
 
     def feed_experts(self, group: int) -> None:
         """From now on `add_norm` returns RowsTwice, quantized in groups of `group`."""
@@ -111,11 +113,7 @@ class Linear:
             return self._few_rows.add_to(residual, x, norm, eps)
         else:
             product = self._multiply(x)
-        if self._is_read_plain:
-            return self._kernels.add_rms_norm_twice(product, residual, norm, eps, self._next_group)[0]
-        if self._next_group:
-            return self._kernels.add_rms_norm_quantized(product, residual, norm, eps, self._next_group)[0]
-        return self._kernels.add_rms_norm(product, residual, norm, eps)[0]
+        return add_norm_for(self._next_group, self._is_read_plain, self._kernels, product, residual, norm, eps)
 
     @property
     def takes_products(self) -> bool:
@@ -180,6 +178,10 @@ class Linear:
         """Whether the activation is silu_and_mul, the only one that kernels compute together with the product."""
         return self.activate is self._kernels.silu_and_mul
 
+    def _one_of(self, rows: RowsTwice) -> Rows:
+        """Those of the two that this product reads."""
+        return rows.plain
+
     def _make_few_rows(self, weight: Weight) -> FewRows | None:
         if self.activate is not None and not self._is_swiglu:
             return None
@@ -188,6 +190,23 @@ class Linear:
     def _plain(self, x: torch.Tensor) -> torch.Tensor:
         product = F.linear(x, self.weight, self.bias)
         return product if self.activate is None else self.activate(product)
+
+
+def add_norm_for(
+    group: int,
+    also_plain: bool,
+    kernels: Kernels,
+    product: torch.Tensor,
+    residual: torch.Tensor,
+    norm: torch.Tensor,
+    eps: float,
+) -> Normed:
+    """The norm of a sum, quantized for a Linear of that `group`, and plain, too: see Linear.feed."""
+    if group and also_plain:
+        return kernels.add_rms_norm_twice(product, residual, norm, eps, group)[0]
+    if group:
+        return kernels.add_rms_norm_quantized(product, residual, norm, eps, group)[0]
+    return kernels.add_rms_norm(product, residual, norm, eps)[0]
 
 
 def _packs(dtype: torch.dtype) -> bool:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import torch
 
     from pd_cluster.models.feed_forward import FeedForward
-    from pd_cluster.models.linear import Linear, Normed
+    from pd_cluster.models.linear import Linear, Normed, Rows
     from pd_cluster.models.mixer import Mixer
     from pd_cluster.models.shard import Cut
 
@@ -37,7 +37,7 @@ class Llama(Decoder[LlamaLayer]):
         layer.feed_forward.feed(layer.out, following)
 
     def _finish_layer(
-        self, layer: LlamaLayer, residual: torch.Tensor, attended: torch.Tensor, next_norm: torch.Tensor
+        self, layer: LlamaLayer, residual: torch.Tensor, attended: Rows, next_norm: torch.Tensor
     ) -> Normed:
         eps = self.spec.norm_eps
         x = layer.out.add_norm(residual, attended, layer.post_norm, eps)

@@ -11,6 +11,7 @@ from pd_kernels.values import KeysValues
 
 if TYPE_CHECKING:
     from pd_cluster.models.forward_inputs import ForwardInputs, Tail
+    from pd_cluster.models.linear import Rows
     from pd_cluster.models.rope import RopeTable
 
 # The cache of one layer; a tensor: rows of latents, see `pd_kernels.latent`
@@ -26,9 +27,9 @@ class Mixer(Protocol):
 
     def __call__(
         self, x: torch.Tensor, angles: RopeTable, inputs: ForwardInputs, cache: LayerCache, tail: Tail | None
-    ) -> torch.Tensor:
+    ) -> Rows:
         """Write what later tokens read of T tokens into the cache, and mix.
 
         `x`: [T, n], the layer's first product. `angles`: of the T tokens. -> the input of the layer's second product,
-        [T, m]; with `tail`, of its R rows only.
+        [T, m]; with `tail`, of its R rows only. It may be quantized for that product.
         """

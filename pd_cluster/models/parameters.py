@@ -67,6 +67,18 @@ class Parameters:
         self.slots[name] = Slot.of_parts(parts)
         return tensor
 
+    def merged(self, parts: Mapping[str, int], size: int) -> torch.Tensor:
+        """Allocate [all rows, size] in float32 or more, which the checkpoint's tensors `parts` (name -> rows) fill."""
+        dtype = torch.promote_types(self._dtype, torch.float32)
+        tensor = torch.empty((sum(parts.values()), size), dtype=dtype, device=self._device)
+        for (name, rows), place in zip(parts.items(), torch.split(tensor, list(parts.values())), strict=True):
+            self.slots[name] = Slot(place, (rows, size))
+        return tensor
+
+    def are_alike(self, names: Iterable[str]) -> bool:
+        """Whether the checkpoint quantizes all of its modules `names`, or none."""
+        return len({self._is_quantized(name) for name in names}) == 1
+
     def fused(self, name: str, shape: tuple[int, int, int], own: range, form: str) -> ExpertsWeight:
         """[len(own), out, in] of experts that are one tensor of the checkpoint: packed in a form, or else [E, in, out].
 
@@ -152,17 +164,23 @@ class Parameters:
             tensor.copy_(weight.widened(tensor.dtype)[rows.start : rows.stop])
 
     def stacked(
-        self, stacks: Sequence[Sequence[str]], own: range, num_rows: int, num_inputs: int, fused: str = ""
+        self,
+        stacks: Sequence[Sequence[str]],
+        own: range,
+        num_rows: int,
+        num_inputs: int,
+        fused: tuple[str, int] = ("", 0),
     ) -> Weight:
         """[len(own), parts * num_rows, num_inputs]: each stack names its parts, modules [num_rows, num_inputs].
 
-        `own`: the stacks that this rank has. `fused`: a tensor of all stacks, which a checkpoint may have in place of
-        plain parts; see `fused_slots`. Raises StartupError as `linear` does.
+        `own`: the stacks that this rank has. `fused`: a tensor of so many first stacks, which a checkpoint may have in
+        place of their plain parts; see `fused_slots`. Raises StartupError as `linear` does.
         """
         parts = [name for names in stacks for name in names]
         weight = self._allocate(parts, len(own), len(stacks[0]) * num_rows, num_inputs)
-        if fused and isinstance(weight, torch.Tensor):
-            self.slots[fused] = Slot(weight, (len(stacks), *weight.shape[1:]), start=own.start)
+        if fused[0] and isinstance(weight, torch.Tensor):
+            first = weight[: fused[1] - own.start]
+            self.slots[fused[0]] = Slot(first, (fused[1], *weight.shape[1:]), start=own.start)
         for number, names in enumerate(stacks):
             place = number - own.start if number in own else 0
             rows = Cut(num_rows, range(num_rows if number in own else 0))

@@ -64,9 +64,14 @@ class QuantizedLinear(Linear):
 
     def activated(self, x: Normed) -> Rows:
         """See Linear."""
-        if not (self._next_group and self._is_swiglu) or isinstance(x, HalfNormed | RowsTwice):
+        if not (self._next_group and self._is_swiglu) or isinstance(x, HalfNormed):
             return self(x)
-        return self._kernels.silu_and_mul_quantized(self._product(x), self._next_group)
+        rows = self._one_of(x) if isinstance(x, RowsTwice) else x
+        return self._kernels.silu_and_mul_quantized(self._product(rows), self._next_group)
+
+    def _one_of(self, rows: RowsTwice) -> Rows:
+        """See Linear."""
+        return rows.quantized if rows.quantized.group == self.group else rows.plain
 
     def _plain(self, x: Rows) -> torch.Tensor:
         product = self._product(x)

@@ -16,18 +16,21 @@ if TYPE_CHECKING:
     import torch
 
     from pd_cluster.models.forward_inputs import ForwardInputs, Tail
-    from pd_cluster.models.linear import Linear, Normed
+    from pd_cluster.models.linear import Linear, Normed, Rows
     from pd_cluster.models.mixer import LayerCache
     from pd_cluster.models.rope import RopeTable
     from pd_cluster.models.spec import StateSpec
+    from pd_kernels.backends import Kernels
 
 
 @dataclass(frozen=True, slots=True)
 class GatedAttention:
     """The Mixer of attention with an output gate: a sigmoid for each number."""
 
+    kernels: Kernels
     attention: PagedAttention
     num_gates: int  # of a token: query heads * head_dim
+    next_group: int  # the group of the Linear that this feeds; see Linear.group
 
     @property
     def group(self) -> int:
@@ -36,11 +39,13 @@ class GatedAttention:
 
     def __call__(
         self, x: torch.Tensor, angles: RopeTable, inputs: ForwardInputs, cache: LayerCache, tail: Tail | None
-    ) -> torch.Tensor:
+    ) -> Rows:
         """See Mixer. `x`: the gates of all heads, then as in PagedAttention."""
         attended = self.attention(x[:, self.num_gates :], angles, inputs, cache, tail)
         gate = x[:, : self.num_gates] if tail is None else x[tail.rows, : self.num_gates]
-        return attended * gate.sigmoid()
+        if self.next_group:
+            return self.kernels.sigmoid_and_mul_quantized(attended, gate, self.next_group)
+        return self.kernels.sigmoid_and_mul(attended, gate)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,23 +68,32 @@ class Qwen3Next(Llama):
         inputs: ForwardInputs,
         cache: LayerCache,
         tail: Tail | None,
-    ) -> torch.Tensor:
+    ) -> Rows:
         if not isinstance(layer, DeltaLayer):
             return super()._mix(layer, x, angles, inputs, cache, tail)
         assert isinstance(layer.attention, GatedDelta)
         return layer.attention(layer.qkv(x), angles, inputs, cache, tail, layer.betas_decays(x))
 
+    def _use_few_rows(self) -> None:
+        """Also where other products are in float8: cuBLAS takes two launches, which let no other start early."""
+        super()._use_few_rows()
+        for linear in self._linears.get("betas_decays", ()):
+            product = None if linear.max_few_rows else linear.few_rows_product()
+            if product is not None:
+                linear.use_few_rows(product, product.max_rows)
+
     def _feed(self, layer: LlamaLayer, following: Linear | None) -> None:
-        """The norm before a delta rule stays plain: the product for betas and decays reads it, too."""
-        is_plain = following in self._parameters.linears.get("delta", ())
-        super()._feed(layer, None if is_plain else following)
+        """The norm before a delta rule stays plain, too: the product for betas and decays may read it so."""
+        is_delta = following in self._parameters.linears.get("delta", ())
+        layer.feed_forward.feed(layer.out, following, also_plain=is_delta)
 
     def _make_layer(self, name: str, index: int) -> LlamaLayer:
         if self.spec.state is not None and index in self.spec.state.layers:
             return self._make_delta_layer(name, index, self.spec.state)
         layer = super()._make_layer(name, index)
         assert isinstance(layer.attention, PagedAttention)
-        return replace(layer, attention=GatedAttention(layer.attention, len(self._queries)))
+        gated = GatedAttention(self._kernels, layer.attention, len(self._queries), layer.out.group)
+        return replace(layer, attention=gated)
 
     def _make_qkv(self, name: str) -> Linear:
         """Make the product for gates, queries, keys and values. In `q_proj` a head's gate follows its query."""
@@ -101,7 +115,7 @@ class Qwen3Next(Llama):
         runs = _by_kind(state, key_heads)
         convolution = weights.tensor(f"{module}.conv1d.weight", runs.total, 1, state.width, own=runs)
         mixer = GatedDelta(
-            self._kernels.state,
+            self._kernels,
             len(spec.group_windows),
             convolution.flatten(1),
             weights.tensor(f"{module}.A_log", state.value_heads, wide=True, own=value_heads),
@@ -109,11 +123,12 @@ class Qwen3Next(Llama):
             weights.tensor(f"{module}.norm.weight", state.value_dim),  # plain, unlike the other norms
             spec.norm_eps,
         )
+        out = weights.linear("delta_out", {f"{module}.out_proj": spec.hidden_size}, values, adds=True)
         return DeltaLayer(
             input_norm=input_norm,
             qkv=qkv,
-            attention=mixer,
-            out=weights.linear("delta_out", {f"{module}.out_proj": spec.hidden_size}, values, adds=True),
+            attention=replace(mixer, next_group=out.group),
+            out=out,
             post_norm=weights.norm(f"{name}.post_attention_layernorm.weight", spec.hidden_size),
             feed_forward=self._make_feed_forward(name, index),
             betas_decays=betas_decays,

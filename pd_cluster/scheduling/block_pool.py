@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections import Counter
 from itertools import chain, islice
 from math import inf
+from operator import countOf
 from typing import TYPE_CHECKING
 
 from pd_cluster.protocol.messages import KvGroupStats
@@ -48,7 +49,7 @@ class BlockPool:
         self.cache = PrefixCache()
         self.on_evicted: Callable[[bytes, int], None] = lambda block_hash, block_id: None
         self.on_forgotten: Callable[[bytes], object] = lambda block_hash: None  # of a block that nothing evicted
-        self.passing: set[bytes] = set()  # cached, but forgotten soon: not worth a copy
+        self.passing: dict[int, GroupBlocks] = {}  # cached for a holder that forgets it soon: not worth a copy
         self.leased: Counter[int] = Counter()  # block -> leases that hold it
 
     # sizes
@@ -155,6 +156,12 @@ class BlockPool:
         for _ in range(num_new):
             ids.append(self.take())
         return begin, copy
+
+    def num_sharing(self, held: GroupBlocks, start: int, closed: Iterable[int] = ()) -> int:
+        """References of others, but for those of `closed`, to the block that `start` is written to, so to a copy."""
+        index = start // self.block_size
+        written = [block_id for block_id in self.ids_at(held, range(index, index + 1)) if block_id not in self.cache]
+        return sum(self.refs[block_id] - 1 - countOf(closed, block_id) for block_id in written)
 
     def new_holder(self, *, reverses: bool = False) -> GroupBlocks:
         return GroupBlocks()

@@ -61,7 +61,7 @@ class StateSlots(GroupBlocks):
     spare: int | None = None  # the other one
     aside: list[Aside] = field(default_factory=list)
     before: Reversal | None = None
-    newest: tuple[bytes, int] | None = None  # hash and slot of the answer's newest checkpoint
+    newest: int | None = None  # slot of the answer's newest checkpoint
 
     @property
     def references(self) -> list[int]:

@@ -109,6 +109,7 @@ class Drafting:
         # so that steps without drafts change none
         self._credits: dict[int, float] = {}
         self._prolonged = 1.0  # how many steps without drafts the last step with some took
+        self._unspent: tuple[list[SequenceChunk], float] = ([], 0.0)  # decodes of it without drafts, and what they wait
         self._num_drafts = 0
         self._num_runs = [0] * (most + 1)  # by the number of accepted drafts
 
@@ -142,7 +143,16 @@ class Drafting:
 
     def prepare(self, is_late: Callable[[], bool]) -> None:
         """See `Drafter.prepare`."""
+        self.settle()
         self._drafter.prepare(is_late)
+
+    def settle(self) -> None:
+        """Take from credits what the last step with drafts makes others wait: the device need not wait for that."""
+        (chunks, waited), self._unspent = self._unspent, ([], 0.0)
+        if waited:
+            for chunk in chunks:
+                if chunk.num_samples:
+                    self._spend(chunk, waited)
 
     def check(self) -> None:
         """Raise AssertionError if anything is kept of a sequence. Call it while there is none."""
@@ -171,6 +181,7 @@ class Drafting:
         """Turn decodes of the step, which is planned otherwise, into decodes with drafts, and order its chunks."""
         chunks, sequences, unready, share = builder.chunks, self._queues.sequences, builder.unready, builder.prompts
         self._prolonged = 1.0
+        self.settle()  # in most cases it is done
         most = min(builder.budget, builder.rows, share.cost_left if share.is_limited else builder.budget)
         if (most_rows := self._costs.most_rows) is not None:  # beside prompts they are chunks, of which it has few
             most = min(most, most_rows - len(chunks) if builder.is_of_decodes else 0)
@@ -206,10 +217,7 @@ class Drafting:
             several.sort(key=lambda one: not one.drafts)
         chunks[:] = singles = [one for one in chunks if one.num_tokens == 1]
         chunks += several
-        if waited := self._prolonged - 1.0:
-            for one in singles:
-                if one.num_samples:
-                    self._spend(one, waited)
+        self._unspent = singles, self._prolonged - 1.0
 
     def _credit(self, chunk: SequenceChunk) -> float:
         """What a decode may wait in steps without drafts. One that may never have drafts waits for EARNED each time."""
@@ -227,7 +235,13 @@ class Drafting:
         price = self._costs.model.draft_price(StepWork.of(builder.chunks), most)
         most_s, most_shared_s = self._budget.most_with_drafts_s(self._queues)
         step_s = self._costs.gap_s() + price.step_s
-        least = min(self._credit(one) for one in builder.chunks if one.num_tokens == 1 and one.num_samples)
+        least, known = MOST_CREDIT, self._credits  # of all `_credit`s
+        for one in builder.chunks:
+            if one.num_tokens == 1 and one.num_samples:
+                credit = known.get(one.seq_id)
+                credit = EARNED if credit is None else credit + EARNED * one.start
+                if credit < least:
+                    least = credit
         return price._replace(step_s=step_s, most_s=most_s, most_shared_s=most_shared_s, least_credit=least)
 
     def _fit(self, table: BlockTable, start: int, num_drafts: int, builder: BatchBuilder) -> int:

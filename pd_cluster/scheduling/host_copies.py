@@ -19,12 +19,12 @@ fence:
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from functools import partial
 from math import inf
 from typing import TYPE_CHECKING
 
+from pd_cluster.scheduling.checkpoints import most_taken
 from pd_cluster.scheduling.copy_room import CopyRoom
-from pd_cluster.scheduling.sequence_room import STATE_SLOTS, most_held
+from pd_cluster.scheduling.sequence_room import LEAST_HOST_UNITS
 from pd_connectors.protocol.layout import KVKind
 
 if TYPE_CHECKING:
@@ -43,8 +43,6 @@ COPY_SHARE = 1.0, 0.5  # without streams, and beside them
 # Blocks that are copied before they are evicted: those that a step of prompts fills and LEAST_AHEAD more, for decodes.
 # Or 1 / AHEAD_SHARE of a group's; where it has victims at most MOST_AHEAD: so many loads, 16,384 tokens, wait for none
 LEAST_AHEAD, AHEAD_SHARE, MOST_AHEAD = 8, 16, 256
-# Of states, 77 MB each: two prompts that enter in a step, or one and what 128 streams keep in it, evict so many
-STATES_AHEAD = 2 * STATE_SLOTS
 STEPS_AHEAD = 2  # victims are saved when so many steps of prompts may reach their blocks
 LOAD_WAIT_S = 0.002  # until the step after one that only loads: it is planned, launched and retired
 
@@ -59,6 +57,7 @@ class HostCopies:
         self.pending: OrderedDict[BlockTable, deque[tuple[int, bytes, int, int]]] = OrderedDict()
         self.step_tokens = 0  # of a step of prompts at most
         self._first = 0  # the group of which a step saves blocks first
+        self._load_room, self._save_room = CopyRoom(), CopyRoom()
 
     def load_s(self, num_bytes: float, *, has_streams: bool) -> float:
         """About the seconds until blocks of so many bytes would be loaded, in turns with those that are queued."""
@@ -104,18 +103,24 @@ class HostCopies:
         `step_s`: predicted seconds of what the step computes; inf: nothing, and nothing waits for its copies.
         """
         assert self.tier.is_cache, "host memory that only swapped sequences use has nothing to copy"
-        room_of = partial(CopyRoom, step_s * COPY_SHARE[has_streams], self.tier.gb_s * 1e9)
-        loads = self._plan_loads(room_of(self.most_loads))
-        saves, room = list[Copy](), room_of(self.most_saves)
+        seconds, bytes_per_s = step_s * COPY_SHARE[has_streams], self.tier.gb_s * 1e9
+        self._load_room.begin(seconds, bytes_per_s, self.most_loads)
+        loads = self._plan_loads(self._load_room)
+        saves, room = list[Copy](), self._save_room
+        room.begin(seconds, bytes_per_s, self.most_saves)
         for table in sorted(self.tier.victims, key=self.pending.__contains__):
             # Prompts that run have half, loads the rest
             room.share = 0.5 if self.pending and table not in self.pending else 1.0
             self._save_victims(table, written, room, saves, has_streams=has_streams)
         is_waited_for = loads and step_s == inf  # then the prompts' first tokens would wait for more saves than loads
         room.share = min(1.0, len(loads) / self.most_saves) if is_waited_for else 1.0
-        self._first = (self._first + 1) % len(self._pools)  # each group is first in turn: a hit needs all of them
         for pool in self._pools[self._first :] + self._pools[: self._first]:
             self._mark(pool, room, saves)
+            if room.waits:  # for a block of this group, which is first again
+                self._first = pool.index
+                break
+        else:
+            self._first = (self._first + 1) % len(self._pools)  # each is first in turn: a hit needs all of them
         for group, block_hash, host, _ in loads:  # not before the saves: these two run in any order
             own = self._groups[group]
             own.unpin(host)
@@ -181,7 +186,7 @@ class HostCopies:
         will, so many have a copy. So the order is looked at again only when a part of them has left it.
         """
         cache, own = pool.cache, self._groups[pool.index]
-        ahead = min(self._num_ahead(pool), own.num_blocks // 2) - pool.num_spare
+        ahead = min(self._num_ahead(pool), own.num_blocks // LEAST_HOST_UNITS) - pool.num_spare
         spare = ahead // 4
         num_clean = ahead + spare
         num_let_go = cache.num_left + cache.num_evictable  # what comes after these has no copy
@@ -191,7 +196,7 @@ class HostCopies:
             if block_hash in own.cached:
                 own.cached.move_to_end(block_hash)
                 continue
-            if block_hash in pool.passing:
+            if block_id in pool.passing:
                 num_clean = min(num_clean, place)  # looked at again: it stays when its sequence ends
                 continue
             host = self.tier.save(pool.index, block_hash) if room.take(pool.group.block_bytes) else None
@@ -201,10 +206,11 @@ class HostCopies:
         own.clean_to = min(cache.num_left + num_clean, num_let_go)
 
     def _num_ahead(self, pool: BlockPool) -> int:
-        if pool.group.kind is KVKind.STATE:
-            return STATES_AHEAD
+        """A prompt takes the blocks of all its tokens at once. Where groups share memory it evicts what is oldest, of
+        each group: of those that hold 1 / AHEAD_SHARE of it so many states, and other blocks.
+        """
         share = min(len(pool.refs) // AHEAD_SHARE, MOST_AHEAD if len(self._pools) == 1 else len(pool.refs))
-        return max(most_held(pool.group, self.step_tokens) + LEAST_AHEAD, share)
+        return max(most_taken(pool.group, self.step_tokens) + LEAST_AHEAD, share)
 
     def note_saved(self, saves: Iterable[Copy]) -> None:
         """Note that the step of these saves has retired."""

@@ -79,11 +79,20 @@ class KvMemory:
         """Whether several groups share the memory. Then a table that is closed may free no slab, and so not help."""
         return len(self._blocks.pools) > 1
 
-    def needs(self, seq: Sequence) -> list[int]:
-        """The blocks to take by group for a sequence's next token, or for all of its tokens if it has no table."""
-        if seq.table is None:
-            return self._blocks.needs_of(len(seq.token_ids))
-        return self._blocks.needs(seq.table, seq.num_scheduled_tokens, seq.num_scheduled_tokens + 1)
+    def needs(self, seq: Sequence, without: Iterable[Sequence] = ()) -> list[int]:
+        """The blocks to take by group for a sequence's next token, or for all of its tokens if it has no table.
+
+        `without`: if these gave up theirs. Then it need not copy what it shares with them alone.
+        """
+        blocks, table, start = self._blocks, seq.table, seq.num_scheduled_tokens
+        if table is None:
+            return blocks.needs_of(len(seq.token_ids))
+        needs = blocks.needs(table, start, start + 1)
+        for pool, held in zip(blocks.pools, table.groups, strict=True):
+            if pool.num_sharing(held, start) and (others := [other.table for other in without if other.table]):
+                closed = chain.from_iterable(other.groups[pool.index].references for other in others)
+                needs[pool.index] -= pool.num_sharing(held, start, closed) == 0
+        return needs
 
     def next_needs(self) -> list[int]:
         """The blocks to take by group for the next tokens of all running sequences."""

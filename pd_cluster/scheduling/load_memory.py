@@ -82,28 +82,34 @@ class LoadMemory:
 
     def _take_load_blocks(self, request: Request, num_tokens: int, *, is_prefix: bool) -> bool:
         """Give a load its blocks: in each group those after its own longest cached run. False: there is no room."""
-        assert request.table is not None
-        if not self._hold(request, num_tokens, is_prefix=is_prefix):
+        table = request.table
+        assert table is not None
+        if not self._hold(request, table, num_tokens, is_prefix=is_prefix):
             return False
-        self._blocks.grow(request.table, num_tokens, num_tokens)
+        if not any(held.ids for held in table.groups):  # also where what is cached left no room for the rest
+            request.sequences[0].num_cached_tokens = 0
+        self._blocks.grow(table, num_tokens, num_tokens)
         return True
 
     def fits_without(self, request: Request, tables: Collection[BlockTable]) -> bool:
         """Whether the load of a whole prompt would get blocks if these tables were closed, and had the best claim."""
-        return self._hold(request, request.num_loaded_tokens, is_prefix=False, without=tables)
+        assert request.table is not None
+        table = self._blocks.open_table(reverses=request.may_sit_out)
+        without = (*tables, request.table)  # it gives up its pins for what `table` holds
+        fits = self._hold(request, table, request.num_loaded_tokens, is_prefix=False, without=without)
+        self._blocks.close(table)
+        return fits
 
     def _hold(
-        self, request: Request, num_tokens: int, *, is_prefix: bool, without: Collection[BlockTable] | None = None
-    ) -> bool:
+        self, request: Request, table: BlockTable, num_tokens: int, *, is_prefix: bool,
+        without: Collection[BlockTable] | None = None,
+    ) -> bool:  # fmt: skip
         """`KvMemory.hold_with_room` for a load."""
-        blocks, lead, table = self._blocks, request.sequences[0], request.table
-        size = blocks.block_size
-        assert table is not None
+        blocks, size = self._blocks, self._blocks.block_size
 
         def hold(num_whole: int) -> int:
-            blocks.match_runs(table, lead.iter_hashes(num_whole, size), num_tokens, is_handoff=not is_prefix)
-            if not num_whole:
-                lead.num_cached_tokens = 0
+            hashes = request.sequences[0].iter_hashes(num_whole, size)
+            blocks.match_runs(table, hashes, num_tokens, is_handoff=not is_prefix)
             return num_tokens
 
         num_whole = min(request.num_kept_tokens, num_tokens) // size

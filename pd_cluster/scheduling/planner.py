@@ -226,7 +226,7 @@ class Planner:
         holders = chain(reversed(self._queues.running), reversed(self._queues.loaded))
         may_yield = (one for one in holders if one is not seq and one.planned_step != builder.step)
         takeable = [one for one in may_yield if self._may_take(seq, one)]
-        needs, taken = self._memory.needs(seq), {one.seq_id for one in takeable}
+        needs, taken = self._memory.needs(seq, takeable), {one.seq_id for one in takeable}
         least, most = builder.in_vain  # fewer sequences make no room for more: to find it out takes milliseconds
         is_in_vain = taken <= most and bool(least) and all(map(ge, needs, least))
         if not is_in_vain and self._memory.can_gain(needs, takeable):
@@ -249,7 +249,7 @@ class Planner:
             return
         first = queues.waiting.first
         may_go_on = (other for other in (first, *queues.loaded) if other is not None and other is not seq)
-        helps = any(memory.can_gain(memory.needs(other), [seq]) for other in may_go_on)
+        helps = any(memory.can_gain(memory.needs(other, [seq]), [seq]) for other in may_go_on)
         if helps or memory.can_gain(self._blocks.needs_of(len(seq.token_ids)), (seq, *takeable)):
             self._preempt(seq, builder)
 
@@ -329,7 +329,7 @@ class Planner:
         queues = self._queues
         if self._memory.is_shared and not self._memory.can_write(seq):
             worse = [] if queues.running else [other for other in queues.loaded if other.precedence > seq.precedence]
-            if not self._memory.can_gain(self._memory.needs(seq), worse):
+            if not self._memory.can_gain(self._memory.needs(seq, worse), worse):
                 if not queues.running and not self._is_memory_lent:
                     self._yield_alone(seq, worse, builder)
                 return

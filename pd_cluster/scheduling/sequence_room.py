@@ -17,7 +17,13 @@ if TYPE_CHECKING:
     from pd_connectors.protocol.slabs import KvSlabs
 
 
+# Bytes of keys and values in host memory for each of states. A hit needs both, and each is evicted for itself: with the
+# wrong share what is left of one finds nothing. Mooncake's prompts have a checkpoint for each 6,100 tokens: of
+# Qwen3-Next 150 MB of keys and values for a state of 77
+HOST_SLABS = 2
 STATE_SLOTS = 2  # of a sequence: it goes on from a checkpoint in a slot of its own, and steps with a grammar need two
+
+LEAST_HOST_UNITS = 2  # of host memory that is a cache: of its blocks no more than 1 / so many are copied ahead
 
 
 def most_held(group: KVGroup, num_tokens: int) -> int:
@@ -34,13 +40,16 @@ def decode_blocks(group: KVGroup, num_tokens: int) -> int:
 
 
 def host_unit(groups: Sequence[KVGroup], per_slab: Sequence[int]) -> tuple[int, ...]:
-    """Blocks by group of a unit of host memory: one of each, or with states those of a slab, so as many bytes of each.
+    """Blocks by group of a unit of host memory: one of each, or beside a slab of states HOST_SLABS of each other group.
 
     Of Qwen3-Next a state has 77 MB and a block of 64 tokens 1.6 MB: with one of each, 100 GB would hold the states of
     1,270 prompts and 81,000 tokens, and a swapped sequence of 8,000 tokens would take as many bytes as 125 states.
     """
-    has_states = any(group.kind is KVKind.STATE for group in groups)
-    return tuple(per_slab) if has_states else (1,) * len(groups)
+    if all(group.kind is not KVKind.STATE for group in groups):
+        return (1,) * len(groups)
+    return tuple(
+        count * (1 if group.kind is KVKind.STATE else HOST_SLABS) for group, count in zip(groups, per_slab, strict=True)
+    )
 
 
 def fits(groups: Sequence[KVGroup], slabs: KvSlabs, num_tokens: int) -> bool:

@@ -61,6 +61,7 @@ class StatePool(SlabPool):
             if slots.ids:
                 assert slots.source is None
                 slots.source = slots.ids.pop()
+                self.passing.pop(slots.source, None)  # another sequence's branch: it stays
                 slots.path.clear()
             slots.ids.append(self.take())
         if slots.reverses and slots.spare is None and start < end:
@@ -115,9 +116,8 @@ class StatePool(SlabPool):
         slots.ids.clear()
         slots.path.clear()
         slots.aside.clear()
-        if slots.newest is not None:
-            self.passing.discard(slots.newest[0])
-        slots.source = slots.spare = slots.before = slots.newest = None
+        self._keep_newest(slots)
+        slots.source = slots.spare = slots.before = None
 
     def let_go(self, held: GroupBlocks, position: int, num_leased: int | None) -> None:
         """Release what steps have read that have retired."""
@@ -132,26 +132,38 @@ class StatePool(SlabPool):
         for one in [one for one in slots.aside if one.is_checkpoint and one.num_tokens <= len(hashes) * size]:
             slots.aside.remove(one)
             block_hash = hashes[one.num_tokens // size - 1]
-            is_new = self.cache.find(block_hash) is None
-            if is_new:
+            cached = self.cache.find(block_hash)
+            if cached is None:
                 self.cache.insert(block_hash, one.slot, None)
                 news.append(CachedBlock(block_hash, one.slot, self.index))
             self.drop(one.slot)
-            if one.is_newest and (slots.newest is None or slots.newest[0] != block_hash):
+            if one.is_newest and (cached is None or cached != slots.newest):
                 self._forget_newest(slots)
-                slots.newest = (block_hash, one.slot) if is_new else None
-                if is_new:
-                    self.passing.add(block_hash)
+                if cached is None:
+                    slots.newest = one.slot
+                    self.passing[one.slot] = slots
+            elif cached is not None and not one.is_newest:
+                self.passing.pop(cached, None)
 
     def _forget_newest(self, slots: StateSlots) -> None:
-        """Free the checkpoint before the newest one of an answer, unless something goes on from it."""
-        if slots.newest is not None:
-            block_hash, slot = slots.newest
-            self.passing.discard(block_hash)
-            if self.cache.find(block_hash) == slot and not self.refs[slot]:
-                self.cache.evict_subtree(slot)
-                self.on_forgotten(block_hash)
-                self._put_free(slot)
+        """Free the checkpoint before the newest one of an answer, unless a prompt has it or goes on from it."""
+        slot = self._keep_newest(slots)
+        if slot is not None and not self.refs[slot]:
+            [(_, block_hash)] = self.cache.evict_subtree(slot)
+            self.on_forgotten(block_hash)
+            self._put_free(slot)
+
+    def _keep_newest(self, slots: StateSlots) -> int | None:
+        """Let the newest checkpoint of an answer stay. Returns its slot, if it would not have stayed; else None."""
+        slot, slots.newest = slots.newest, None
+        if slot is None or self.passing.get(slot) is not slots:
+            return None
+        del self.passing[slot]
+        return slot
+
+    def _put_free(self, block_id: int) -> None:
+        self.passing.pop(block_id, None)
+        super()._put_free(block_id)
 
     def due(self, held: GroupBlocks, *, is_cached: bool) -> float:
         return min((one.num_tokens for one in cast("StateSlots", held).aside), default=inf)

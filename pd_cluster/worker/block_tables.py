@@ -60,7 +60,9 @@ class BlockTables:
     def slots(self, group: int, rows: Ints, positions: Ints) -> Ints:
         """Where tokens lie in the group's tensor."""
         size = self._sizes[group]
-        slots: Ints = self.arrays[group][rows, positions // size].astype(np.int64) * size + positions % size
+        places, offsets = np.divmod(positions, size)
+        slots: Ints = np.multiply(self.arrays[group][rows, places], size, dtype=np.int64)
+        slots += offsets
         return slots
 
     def fresh(self, group: int, rows: Ints, starts: Ints, ends: Ints) -> Ints | None:

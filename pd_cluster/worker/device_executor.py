@@ -36,7 +36,7 @@ from pd_cluster.worker.cuda_graphs.graph_sizes import GraphSizes
 from pd_cluster.worker.cuda_graphs.set_up import capture_steps, captured_bytes, captures_steps, choose_step_products
 from pd_cluster.worker.device_plan import DevicePlan, make_place
 from pd_cluster.worker.host_link import measure_host_gb_s
-from pd_cluster.worker.kv_cache import DTYPES, KVCache, describe_slabs, host_blocks_in, make_slabs
+from pd_cluster.worker.kv_cache import DTYPES, KVCache, describe_slabs, host_units, make_slabs
 from pd_cluster.worker.memory_measurement import measure_free_bytes, run_largest_step
 from pd_cluster.worker.model_loading import load_model
 from pd_cluster.worker.state import DeviceState, Weights, without_locals
@@ -358,8 +358,7 @@ def run_phases(described: DeviceDescribed, config: CacheConfig, progress: Callab
         state = loaded = described.load()
         slabs = make_slabs(loaded.layout, config.num_blocks, loaded.free_kv_bytes)
         progress(describe_slabs(slabs, loaded.layout))
-        host, swap = (host_blocks_in(gb * 1e9, loaded.layout, slabs) for gb in (config.host_gb, config.swap_gb))
-        state = cached = loaded.allocate(slabs, swap, host - swap)
+        state = cached = loaded.allocate(slabs, *host_units(config, loaded.layout, slabs))
         progress("warm-up")
         return cached.warm_up()
     except BaseException:

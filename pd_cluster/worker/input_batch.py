@@ -15,20 +15,22 @@ import numpy as np
 import torch
 
 from pd_cluster.worker.block_tables import BlockTables
-from pd_cluster.worker.step_inputs import Part, ReplayInputs, Samples, StepInputs, TailInputs, up_to
+from pd_cluster.worker.packed_decodes import PackedDecodes
+from pd_cluster.worker.sample_planner import SamplePlanner
+from pd_cluster.worker.sampling_state import SamplingInputs
+from pd_cluster.worker.step_inputs import Part, ReplayInputs, StepInputs, TailInputs, up_to
 from pd_cluster.worker.verification import tokens_before
 from pd_kernels.values import Ints, PackedSequences, leading_ones
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    import numpy.typing as npt
-
     from pd_cluster.scheduling.batch import Batch, BeamStep, SequenceChunk, SequenceStart
     from pd_cluster.worker.cuda_graphs.captured_step import CapturedStep, StepPlaces
     from pd_cluster.worker.draw_places import CapturedDraw, DrawLayout
     from pd_cluster.worker.host_buffer import HostBuffer
-    from pd_cluster.worker.sampling_state import SamplingInputs, SamplingState
+    from pd_cluster.worker.sampling_state import SamplingState
+    from pd_cluster.worker.step_inputs import Samples
     from pd_cluster.worker.verification import RunPlaces
 
 # Starting sequences with active logits stages: those without a late stage, those with one
@@ -63,6 +65,8 @@ class InputBatch:
         self._row_of: dict[int, int] = {}
         self._free = list(range(num_rows - 1, -1, -1))
         self._serials = np.zeros(num_rows, np.int64)
+        self._samples = SamplePlanner(self._serials, sampling.num_logprobs, host_buffer.move)
+        self.launched = self._samples.launched
         self._tokens = np.zeros((num_rows, max_len + 1), np.int32)
         self._num_tokens, self._num_on_host = np.zeros((2, num_rows), np.int64)  # tokens; those that `_tokens` has
         # A captured step's token: the last one of a row (0 at first), or any. One launch finds it; `where` takes four
@@ -138,9 +142,12 @@ class InputBatch:
 
         `padding_slots`: see CapturedStep. `draws`: the layout of captured draws; None: there are none.
         """
-        rows, lens, ends, known, row_of_token, positions = self._spread(chunks)
-        places, num_tokens = step.places(self._host_buffer.take_first(step.length)), len(positions)
+        places = step.places(self._host_buffer.take_first(step.length))
         step.pad(places, self.padding_row, padding_slots)
+        if not step.size.num_chunks:
+            return self._build_decodes(chunks, step, places, draws)
+        rows, lens, ends, known, row_of_token, positions = self._spread(chunks)
+        num_tokens = len(positions)
         choices = len(self.last_tokens) + self._tokens[row_of_token, positions]
         are_on_host = positions < self._num_on_host[row_of_token]
         if has_drafts := known is not ends:
@@ -149,18 +156,47 @@ class InputBatch:
         places.positions[:num_tokens] = positions
         for group in self._tables.groups:
             places.slots[group, :num_tokens] = self._tables.slots(group, row_of_token, positions)
+        samples = self._plan_samples(chunks, rows, known, has_drafts=has_drafts)
+        step.fill(places, chunks, samples, lens, ends)
+        return self._replayed(samples, rows, lens, ends, places, draws)
+
+    def _build_decodes(
+        self, chunks: tuple[SequenceChunk, ...], step: CapturedStep, places: StepPlaces, draws: DrawLayout | None
+    ) -> ReplayInputs:
+        """See `build_replay`: of decodes alone. The device waits for those with drafts, and for the ones after them."""
+        packed = PackedDecodes.of(chunks, self._row_of)
+        rows, starts, lens, positions = packed.rows, packed.starts, packed.lens, packed.positions
+        num_tokens, num_before = len(positions), len(self.last_tokens)
+        samples = self._samples.of_decodes(packed)
+        self._check(samples)
+        if packed.drafts:
+            self._tokens[packed.row_of_token[packed.drafted], positions[packed.drafted]] = packed.flat
+        known = np.where(starts < self._num_on_host[rows], self._tokens[rows, starts] + num_before, rows)
+        packed.fill_tokens(places.tokens[:num_tokens], known, num_before)
+        places.positions[:num_tokens] = positions
+        for group in self._tables.groups:
+            places.slots[group, :num_tokens] = self._tables.slots(group, packed.row_of_token, positions)
         if self._states is not None:
             self._states.fill(places.states, chunks, rows, positions)
-        samples = self._plan_samples(chunks, rows, known, has_drafts=has_drafts)
-        early, late = self._split(samples)
+        ends = starts + lens
+        step.fill(places, chunks, samples, lens, ends)
+        return self._replayed(samples, rows, lens, ends, places, draws)
+
+    def _replayed(
+        self, samples: Samples, rows: Ints, lens: Ints, ends: Ints, places: StepPlaces, draws: DrawLayout | None
+    ) -> ReplayInputs:
+        """The inputs of a replay but for `places`, which get those of its draw."""
         num_rows = len(samples.draw_rows)  # a sequence with drafts goes on when its run is on the host
         places.owners[:num_rows] = samples.draw_rows
         places.lengths[:num_rows] = samples.draw_positions
-        step.fill(places, chunks, samples, lens, ends)
+        early, late = self._split(samples)
         longest = int(ends.max())
         tables = tuple([self._move(self._tables.columns(group, rows, longest)) for group in self._tables.groups])
         fresh = self._clear(rows, ends - lens, ends) if self._mixes_dtypes else None
-        return ReplayInputs(tables, fresh, samples, early, late, self._plan_draw(early, places, draws))
+        sampling = self._plan_draw(early, places, draws)
+        if early is not None and isinstance(sampling, SamplingInputs):
+            early = self.launched(early)
+        return ReplayInputs(tables, fresh, samples, early, late, sampling)
 
     def fill_late(self, inputs: StepInputs) -> None:
         """Copy the tokens that are only on the device from `last_tokens` into the inputs."""
@@ -175,9 +211,11 @@ class InputBatch:
         wait for `note_result`.
         """
         if token_ids is not None:
-            chosen = token_ids if samples.firsts is None else token_ids[samples.firsts]
-            self.last_tokens.index_copy_(0, samples.device_rows, chosen)
-            self._sampling.note_sampled(samples.plain_rows, chosen)
+            assert samples.plain is not None
+            rows, device_rows, firsts = samples.plain
+            chosen = token_ids if firsts is None else token_ids[firsts]
+            self.last_tokens.index_copy_(0, device_rows, chosen)
+            self._sampling.note_sampled(rows, chosen)
         self._num_tokens[samples.rows] += 1
 
     def note_result(self, samples: Samples, token_ids: Ints, runs: RunPlaces | None) -> None:
@@ -185,26 +223,28 @@ class InputBatch:
 
         A row that has another sequence by now is skipped.
         """
-        same = np.flatnonzero(self._serials[samples.rows] == samples.serials)
+        are_same = self._serials[samples.rows] == samples.serials
+        same = slice(None) if are_same.all() else np.flatnonzero(are_same)  # in nearly all steps nothing is copied
         if runs is None:
             rows, positions, known = samples.rows[same], samples.positions[same], token_ids[same]
             self._tokens[rows, positions] = known
             self._num_on_host[rows] = positions + 1
             self._sampling.note_read(rows, known)
-        elif len(same):
+        elif are_same.any():
             self._note_runs(samples, same, token_ids, runs)
 
-    def _note_runs(self, samples: Samples, same: Ints, token_ids: Ints, runs: RunPlaces) -> None:
+    def _note_runs(self, samples: Samples, same: Ints | slice, token_ids: Ints, runs: RunPlaces) -> None:
         """Note the runs of the sequences at `same` in `samples`."""
         rows, begins, lens = samples.rows[same], runs.begins[same], runs.lens[same]
-        ends, row_of_token = samples.positions[same] + lens, np.repeat(rows, lens)
-        known = token_ids[up_to(begins + lens, lens)]
-        self._tokens[row_of_token, up_to(ends, lens)] = known
+        ends, lasts = samples.positions[same] + lens, begins + lens - 1
+        self._tokens[rows, ends - 1] = token_ids[lasts]  # those before it are drafts, which the row has
         self._num_on_host[rows] = ends
-        self._sampling.note_read(row_of_token, known)
-        drafted = samples.lens[same] > 1
-        self._num_tokens[rows[drafted]] = ends[drafted]
-        changed = drafted & self._sampling.are_changed(rows)
+        if self._sampling.are_late(rows).any():
+            self._sampling.note_read(np.repeat(rows, lens), token_ids[up_to(lasts + 1, lens)])
+        if not samples.drafts:
+            return
+        self._num_tokens[rows] = ends  # nothing is launched after a step with drafts before this
+        changed = self._sampling.are_changed(rows) & (samples.lens[same] > 1)
         if changed.any():
             self._tell_stages(rows[changed], begins[changed], lens[changed], token_ids)
 
@@ -224,7 +264,7 @@ class InputBatch:
         absent = self._sampling.absent(samples.rows)
         if not absent.any():
             return part
-        kept = self._part(samples, ~absent)
+        kept = self._samples.part(samples, ~absent)
         if part.places is None or kept.places is None:
             return kept
         places = part.places[kept.places]
@@ -304,49 +344,13 @@ class InputBatch:
         return tuple([None if blocks is None else self._move(blocks) for blocks in found])
 
     def _plan_samples(self, chunks: tuple[SequenceChunk, ...], rows: Ints, ends: Ints, *, has_drafts: bool) -> Samples:
-        """`ends`: of what is certain."""
-        counts, seq_ids = [chunk.num_samples for chunk in chunks], [chunk.seq_id for chunk in chunks]
-        drafts = [chunk.drafts for chunk in chunks if chunk.num_samples] if has_drafts else []
-        if 0 in counts:
-            wanted = np.flatnonzero(counts)
-            rows, ends = rows[wanted], ends[wanted]
-            counts, seq_ids = [counts[index] for index in wanted], [seq_ids[index] for index in wanted]
-        assert (ends == self._num_tokens[rows]).all(), "a chunk samples before its sequence's last known token"
-        if drafts:
-            counts = [count + len(one) for count, one in zip(counts, drafts, strict=True)]
-        return self._make_samples(seq_ids, rows, ends, counts, drafts)
+        samples = self._samples.of_chunks(chunks, rows, ends, has_drafts=has_drafts)
+        self._check(samples)
+        return samples
 
-    def _make_samples(
-        self, seq_ids: Sequence[int], rows: Ints, positions: Ints, counts: Sequence[int],
-        drafts: Sequence[tuple[int, ...]],
-    ) -> Samples:  # fmt: skip
-        draw_rows = plain_rows = rows
-        draw_positions, firsts, owners = positions, None, None
-        lens = np.array([1 + len(one) for one in drafts]) if drafts else np.ones_like(rows)
-        if (num_rows := sum(counts)) > len(counts):
-            begins, are_plain = np.cumsum(counts) - counts, lens == 1
-            offsets = np.arange(num_rows) - np.repeat(begins, counts)  # tokens after that of the sequence's first row
-            offsets[np.repeat(are_plain, counts)] = 0  # its rows are copies
-            draw_rows, draw_positions = np.repeat(rows, counts), np.repeat(positions, counts) + offsets
-            if num_rows > lens.sum():
-                owners = self._move(np.repeat(np.cumsum(lens) - lens, counts) + offsets)
-            plain_rows, firsts = rows[are_plain], self._move(begins[are_plain])
-        return Samples(
-            seq_ids=tuple(seq_ids),
-            rows=rows,
-            positions=positions,
-            serials=self._serials[rows],
-            counts=tuple(counts),
-            drafts=drafts,
-            lens=lens,
-            draw_rows=draw_rows,
-            draw_positions=draw_positions,
-            num_logprobs=self._sampling.num_logprobs[draw_rows],
-            plain_rows=plain_rows,
-            device_rows=self._move(plain_rows),
-            firsts=firsts,
-            owners=owners,
-        )
+    def _check(self, samples: Samples) -> None:
+        known = self._num_tokens[samples.rows]
+        assert (samples.positions == known).all(), "a chunk samples before its sequence's last known token"
 
     def _split(self, samples: Samples) -> tuple[Part | None, Part | None]:
         """Part the samples. -> the early ones, those of rows with a late stage."""
@@ -359,15 +363,7 @@ class InputBatch:
             self._sampling.expect(rows, [samples.drafts[at] for at in drafted], are_known[drafted])
         if are_late.all():
             return None, Part(samples, None, None)
-        return self._part(samples, ~are_late), self._part(samples, are_late)
-
-    def _part(self, samples: Samples, chosen: npt.NDArray[np.bool_]) -> Part:
-        at = np.flatnonzero(chosen)
-        counts, seq_ids = [samples.counts[one] for one in at], [samples.seq_ids[one] for one in at]
-        places = np.flatnonzero(np.repeat(chosen, samples.counts))
-        drafts = [samples.drafts[one] for one in at] if samples.drafts else []
-        part = self._make_samples(seq_ids, samples.rows[at], samples.positions[at], counts, drafts)
-        return Part(part, places, self._move(places))
+        return self._samples.part(samples, ~are_late), self._samples.part(samples, are_late)
 
     def _plan_draw(
         self, early: Part | None, places: StepPlaces, draws: DrawLayout | None

@@ -6,12 +6,13 @@ A pool of the same blocks in host memory takes the blocks of preempted sequences
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import ceil
 from typing import TYPE_CHECKING
 
 import torch
 
 from pd_cluster.errors import StartupError
-from pd_cluster.scheduling.sequence_room import host_unit
+from pd_cluster.scheduling.sequence_room import LEAST_HOST_UNITS, host_unit
 from pd_cluster.worker.host_memory import HostMemory
 from pd_cluster.worker.plain_memory import plain_memory
 from pd_connectors.base import CacheDescription
@@ -23,6 +24,7 @@ from pd_kernels.values import KeysValues
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+    from pd_cluster.config import CacheConfig
     from pd_cluster.models.mixer import LayerCache
     from pd_cluster.scheduling.batch import BlockCopies
     from pd_connectors.protocol.layout import BlockLayout
@@ -194,6 +196,29 @@ def host_blocks_in(num_bytes: float, layout: BlockLayout, slabs: KvSlabs) -> int
     unit = host_unit(layout.groups, slabs.per_slab)
     sizes = (group.rank_bytes(layout.tp_size) for group in layout.groups)
     return int(num_bytes // sum(count * size for count, size in zip(unit, sizes, strict=True)))
+
+
+def host_units(config: CacheConfig, layout: BlockLayout, slabs: KvSlabs) -> tuple[int, int]:
+    """The units of host memory for swapped sequences, and further ones. Raises StartupError if one does nothing."""
+    swap, host = (host_blocks_in(gb * 1e9, layout, slabs) for gb in (config.swap_gb, config.host_gb))
+    settings = (
+        ("--swap-gb", config.swap_gb, swap, 1),
+        ("--host-cache-gb", config.host_cache_gb, host, LEAST_HOST_UNITS),
+    )
+    for flag, gb, num, least in settings:
+        if gb and num < least:
+            unit = zip(host_unit(layout.groups, slabs.per_slab), layout.groups, strict=True)
+            num_bytes = least * sum(count * group.rank_bytes(layout.tp_size) for count, group in unit)
+            what = (
+                "a state and twice its bytes of keys and values"
+                if layout.groups[-1].kind is KVKind.STATE
+                else "a block"
+            )
+            raise StartupError(
+                f"{flag} {gb:g}: so little holds nothing; {what}, {least} of each, take {num_bytes / 1e6:.1f} MB: give "
+                f"at least {ceil(num_bytes / 1e6) / 1e3:g}, or 0"
+            )
+    return swap, host - swap
 
 
 def make_slabs(layout: BlockLayout, num_blocks: int, free_bytes: Callable[[], int]) -> KvSlabs:

@@ -148,6 +148,8 @@ class ModelRunner:
         self._sampler.tell_late(pending.absent)
         if len(part.samples):
             sampling = self.rows.plan_draw(part, None if graph is None else self.draws.layout)
+            if isinstance(sampling, SamplingInputs):
+                part = self.rows.launched(part)
             self.host_buffer.flush()
             if isinstance(sampling, SamplingInputs):
                 self._draw(pending, part, sampling, logits)

@@ -43,14 +43,14 @@ class DrawnPart:
     def expected(self) -> ExpectedRows | None:
         """See ExpectedRows; None: each sequence has one row."""
         samples = self.samples
-        if samples.firsts is None:
+        if not samples.has_runs:
             return None
         return ExpectedRows(samples.drafts or [()] * len(samples), samples.counts)
 
     def read(self) -> tuple[Ints, list[SampledToken]]:
         """The tokens of all logits rows (int64 [R])."""
         sampled = self.sampled if self.places is None else self.sampled.at(self.places)
-        return sampled.token_ids.numpy(), sampled.read(self.samples.num_logprobs.tolist())
+        return sampled.token_ids.numpy(), sampled.read(self.samples.num_logprobs)
 
 
 @dataclass(slots=True)

@@ -51,6 +51,7 @@ class SamplingState:
         self._stages = [(stage, np.zeros(num_rows, bool)) for stage in stages]  # each with its active rows
         self._late_stages = [(cast("LateStage", stage), active) for stage, active in self._stages if stage.is_late]
         self._changed = np.zeros(num_rows, bool)  # any stage is active
+        self._late = np.zeros(num_rows, bool)  # a late one is
         self._plain = np.ones(num_rows, bool)  # nothing but temperature and seed is asked for
         self._limited = np.zeros(num_rows, bool)  # top k, top p or min p
         self._temperature = np.zeros(num_rows, np.float32)  # 0: greedy
@@ -72,10 +73,11 @@ class SamplingState:
         self._seeds[row] = _wrap_64(start.seed)
         self._sample_seeds[row] = tuple(map(_wrap_64, start.num_sample_seeds))
         self.num_logprobs[row] = -1 if params.num_alternatives is None else params.num_alternatives
-        self._changed[row] = False
+        self._changed[row] = self._late[row] = False
         for stage, active in self._stages:
             active[row] = stage.start(row, start)
             self._changed[row] |= active[row]
+            self._late[row] |= active[row] and stage.is_late
         self._plain[row] = not (self._limited[row] or self._changed[row] or params.num_alternatives is not None)
 
     def plain_draws(self, rows: Ints) -> tuple[npt.NDArray[np.float32], Ints] | None:
@@ -147,9 +149,7 @@ class SamplingState:
 
     def are_late(self, rows: Ints) -> npt.NDArray[np.bool_]:
         """Which of `rows` have an active late stage."""
-        are_late = np.zeros(len(rows), bool)
-        for _, active in self._late_stages:
-            are_late |= active[rows]
+        are_late: npt.NDArray[np.bool_] = self._late[rows]
         return are_late
 
     def expect(self, rows: Ints, drafts: Sequence[tuple[int, ...]], are_known: npt.NDArray[np.bool_]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -60,6 +60,14 @@ class ReplayInputs:
     sampling: SamplingInputs | CapturedDraw | None
 
 
+class PlainSamples(NamedTuple):
+    """The P sequences of a step that have no drafts, for a draw by launches: it writes what they go on with."""
+
+    rows: Ints  # [P]
+    device_rows: torch.Tensor  # the same on the device
+    firsts: torch.Tensor | None  # int64 [P]: the first logits row of each; None: each of the N sequences has one row
+
+
 @dataclass(frozen=True, slots=True)
 class Samples:
     """The N sequences for which a step samples R tokens, in the order of the logits rows.
@@ -78,13 +86,16 @@ class Samples:
     draw_rows: Ints  # [R]: `rows` by logits row
     draw_positions: Ints  # [R]: of the token that is sampled
     num_logprobs: Ints  # [R]; -1: none
-    plain_rows: Ints  # [P]: rows of the sequences without drafts
-    device_rows: torch.Tensor  # the same on the device
-    firsts: torch.Tensor | None  # int64 [P]: the first logits row of each; None: each of the N sequences has one row
+    plain: PlainSamples | None  # None: a graph draws for all of them
     owners: torch.Tensor | None  # int64 [R] into L: which of the model's rows each is a copy of; None: it is the same
 
     def __len__(self) -> int:
         return len(self.seq_ids)
+
+    @property
+    def has_runs(self) -> bool:
+        """Whether a sequence has several rows."""
+        return len(self.draw_rows) > len(self.seq_ids)
 
     @property
     def num_logits(self) -> int:

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from benchmarks.routing_simulation.trace import BLOCK_TOKENS, read_trace
-from benchmarks.tier_simulation import GROUP, main, simulate_tiers
+from benchmarks.tier_simulation import GROUP, layout_of, main, simulate_tiers
 from pd_cluster.engine import disk_tier
+from pd_cluster.errors import StartupError
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -74,3 +75,24 @@ def test_a_small_cache_saves_what_long_prompts_evict(tmp_path: Path) -> None:
     found = simulate_tiers(read_trace(path), 400 * GROUP.block_bytes / 1e9, 96 * GROUP.block_bytes / GIB, 1.0)
     assert found.hits == pytest.approx(2 / 3 * 2048 / 2121)
     assert found.unsaved_blocks == 0
+
+
+NEXT = "qwen3-next-80b-fp8"
+
+
+def test_a_turn_finds_the_state_at_the_end_of_the_turn_before(tmp_path: Path) -> None:
+    """Each turn has the whole blocks of the last one and two more, and a rest of its own, of which nothing is found."""
+    rows = [
+        {"timestamp": 2000 * turn, "input_length": (2 * turn + 2) * BLOCK_TOKENS + 100, "output_length": 1,
+         "hash_ids": list(range(2 * turn + 3))}
+        for turn in range(4)
+    ]  # fmt: skip
+    path = tmp_path / "trace.jsonl"
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    found = simulate_tiers(read_trace(path), 0, 2.0, 1.0, layout=layout_of(NEXT))
+    assert found.hits == (2 + 4 + 6) * BLOCK_TOKENS / sum(row["input_length"] for row in rows)  # type: ignore[misc]
+
+
+def test_files_are_simulated_with_one_group(trace: Path) -> None:
+    with pytest.raises(StartupError, match="has several"):
+        main(["--data", str(trace.parent), "--traces", trace.name, "--shape", NEXT, "--disk-gb", "9"])

@@ -37,6 +37,12 @@ def small() -> Iterator[Node]:
     yield from host_node(HOST_GB)
 
 
+@pytest.fixture(scope="module")
+def least() -> Iterator[Node]:
+    """The same with host memory of the least size, for a device's block and one that leaves it."""
+    yield from host_node(0.0002)
+
+
 ASKED = tenants_requests(24, 1, 6, (48, 64), 8)
 
 
@@ -117,6 +123,17 @@ def test_files_alter_no_answer_and_are_found_after_a_restart(
     assert bench.counter("host_cache_hit_tokens_total") > 300
     assert bench.counter("disk_read_bytes_total") > 0
     bench.close()
+
+
+def test_the_least_host_memory_gives_blocks_to_files(least: Node, tmp_path: Path) -> None:
+    """A fourth of it, so many may be written at once, is less than a block."""
+    with_files = DiskedBench(least, tmp_path)
+    assert 2 <= with_files.core._blocks.host.num_blocks < 4
+    try:
+        with_files.serve(ASKED)
+        assert with_files.disk.stats()["disk_written_total"] > 0
+    finally:
+        with_files.close()
 
 
 def test_files_of_another_key_are_not_read(small: Node, single: Answered, tmp_path: Path) -> None:

@@ -39,11 +39,12 @@ ROOM = "--kv-cache-gb=0.03"  # 7,300 tokens of the shallow model
 READER_FLAGS = (*DECODE_FLAGS, "--max-model-len=2560")  # d0 holds so much: streams go on at nodes of equal limits only
 FLAGS = {
     "p0": ("--max-num-seqs=8", f"--max-num-batched-tokens={STEP}", f"--num-blocks={P0_BLOCKS}"),
-    "p1": (f"--max-num-batched-tokens={STEP}", f"--lease-ttl-s={LONG_S:g}"),
+    "p1": (f"--max-num-batched-tokens={STEP}",),
     "d0": (*READER_FLAGS, f"--num-blocks={D0_BLOCKS}"),
     "d1": READER_FLAGS,
     "strict": (*READER_FLAGS, "--on-load-failure=fail"),
 }
+LASTING = {"p1": (f"--lease-ttl-s={LONG_S:g}",)}  # of patient nodes: what nothing gives back stays
 # As between machines: over shared memory a reader needs no help of the other process, so nothing could be late
 NETWORK = {"UCX_TLS": "tcp"}
 
@@ -51,8 +52,8 @@ NETWORK = {"UCX_TLS": "tcp"}
 class GatedCluster:
     """Nodes by name, see FLAGS; started together, ended by `launcher`. `router` knows only p0 and d0.
 
-    They have the shallow model: an answer is compared with that of a node alone. Each has a gate. No lease of p1 ends
-    by its ttl. strict reports every failed load.
+    They have the shallow model: an answer is compared with that of a node alone. Each has a gate. If they are patient
+    no lease of p1 ends by its ttl. strict reports every failed load.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class GatedCluster:
         self.nodes = {
             name: Member(
                 launcher, name, ROLES[name[0]], *flags, *FLAGS[name], *gate.flags, *(p0_flags if name == "p0" else ()),
+                *(LASTING.get(name, ()) if patient else ()),
                 environment={**NETWORK, **gate.environment},
             )
             for name, gate in self._gates.items()

@@ -15,6 +15,7 @@ import httpx
 import pytest
 
 from tests.cluster import Launched, Launcher
+from tests.deadlines import wait_equal
 from tests.integration.calls import Call, Outcome
 from tests.integration.envoy_gateway import ENVOY, start_envoy
 from tests.integration.system import wait_until
@@ -157,10 +158,8 @@ def test_the_offer_of_another_key_is_refused_and_counted(gateway: Gateway, tmp_p
     outcomes = asyncio.run(ask(url, 12))
     check(outcomes)
     assert prefillers(outcomes) == {"decode-0", "decode-1"}
-    refused = [
-        gateway.metric(node, 'pd_handoff_fallbacks_total{reason="offer_bad_signature"') for node in gateway.decodes
-    ]
-    assert sum(refused) == 12
+    name = 'pd_handoff_fallbacks_total{reason="offer_bad_signature"'
+    wait_equal(lambda: sum(gateway.metric(node, name) for node in gateway.decodes), 12)
 
 
 def test_a_dead_decode_node_is_replaced(gateway: Gateway) -> None:

@@ -3,16 +3,14 @@
 They have the shallow model: the answers of one are compared with those of the other.
 
 A node ends by a rank's death or stop, its requests are answered by the other node, and no process of it is
-left. Times are logged: `pytest -o log_cli=true --log-cli-level=INFO`.
+left.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import signal
 import sys
-import time
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -25,7 +23,7 @@ from tests.integration.fault_cluster import fetch, make_prompt, parse_metrics, u
 from tests.integration.gate import Gate
 from tests.integration.system import LAYER_BYTES, ask_url
 from tests.integration.test_unequal import check_pair
-from tests.patient_node import IMPATIENT
+from tests.patient_node import PATIENT_WITH_STEPS
 from tests.shallow_model import NUM_LAYERS, shallow_model
 
 if TYPE_CHECKING:
@@ -37,7 +35,6 @@ if TYPE_CHECKING:
     from tests.integration.calls import Outcome
 
 pytestmark = [pytest.mark.integration, pytest.mark.long, pytest.mark.anyio, pytest.mark.timeout(300)]
-logger = logging.getLogger(__name__)
 
 COMMON = (
     "--async-scheduling=on", "--max-num-seqs=8", "--kv-cache-gb=0.03",
@@ -61,7 +58,13 @@ BODIES: list[dict[str, Any]] = [
     | STREAMS[number % len(STREAMS)]
     for number in range(6)
 ]
-MARGIN_S = {signal.SIGKILL: 4.0, signal.SIGSTOP: 7.0}  # 2 s of them for a busy machine
+# Why a node ends, by the rank that failed. Each other deadline for silence is longer than `Launched.wait` waits
+CAUSES = {
+    (0, signal.SIGKILL): "the engine process ended with status",
+    (0, signal.SIGSTOP): "the engine has said nothing for",
+    (1, signal.SIGKILL): "rank 1 has ended",
+    (1, signal.SIGSTOP): "rank 1 has been silent for",
+}
 SPOKEN = 20  # tokens of the answers of `ranked` when a rank fails
 PAUSE_S = 4.2  # an engine that is silent is frozen after 2.25 s; a process that does not run is ended after 3 s
 STATUS = 1  # of a node that has lost its engine
@@ -157,15 +160,19 @@ def test_a_node_prefills_for_one_of_another_degree(
 
 @pytest.mark.slow
 async def test_a_step_that_stands_still_for_a_while_ends_no_node(launcher: Launcher) -> None:
-    """It counts as frozen meanwhile, and answers. Its process gives signs of life; the step has 5 s on each rank."""
+    """It counts as frozen meanwhile, and answers. Its process gives signs of life; the step may take longer."""
     flags = ("--node-id=pauses", "--logits-stage=tests.pause_step:PauseStep", *common(), *RANKED)
-    node = launcher.node("mixed", *flags, environment=IMPATIENT)
+    node = launcher.node("mixed", *flags, environment=PATIENT_WITH_STEPS)
     body = {"prompt": make_prompt(100), "max_tokens": 8, "temperature": 0, "ignore_eos": True}
     expected = [await Call(node.url, body).outcome() for _ in range(2)][1]  # kinds of steps are no warm-up any more
     paused = await Call(node.url, body | {"logits_args": {"pause_s": PAUSE_S}}).outcome()
     paused.check(expected)
     assert paused.seconds > PAUSE_S
-    assert parse_metrics((await fetch(f"{node.url}/metrics")).text)["pd_engine_freezes_total"] >= 1
+
+    async def counts_a_freeze() -> bool:
+        return parse_metrics((await fetch(f"{node.url}/metrics")).text)["pd_engine_freezes_total"] >= 1
+
+    await until(counts_a_freeze, "the node counts that it was frozen")
     assert node.stop() == 0
 
 
@@ -177,15 +184,13 @@ async def expected(plain: Launched) -> list[Outcome]:
     return outcomes
 
 
-async def fail(node: Launched, rank: int, signum: signal.Signals) -> float:
-    """Signal a rank. -> seconds until the node's own end. No process of it is left."""
+async def fail(node: Launched, rank: int, signum: signal.Signals) -> None:
+    """Signal a rank. The node ends by itself, for that cause, and no process of it is left."""
     process = rank_process(node, rank)
-    started_s = time.monotonic()
     process.send_signal(signum)
     assert await asyncio.to_thread(node.wait) == STATUS, node.output
-    seconds = time.monotonic() - started_s
+    assert CAUSES[rank, signum] in node.output
     assert await asyncio.to_thread(node.leftovers) == []
-    return seconds
 
 
 async def check_fault(
@@ -196,8 +201,8 @@ async def check_fault(
     expected: list[Outcome],
     rank: int,
     signum: signal.Signals,
-) -> float:
-    """-> seconds from the signal to the node's end."""
+) -> None:
+    """The other node goes on with all streams of the one that a signal to a rank ends."""
     router = launcher.router("--health-interval-s=0.2", "--continue-wait-s=60", mixed=[plain, ranked])
 
     async def counted(name: str) -> float:
@@ -207,7 +212,7 @@ async def check_fault(
     with gate.held(answer=SPOKEN):
         calls = [Call(router.url, body) for body in BODIES]
         await asyncio.gather(*(call.begun() for call in calls))
-        seconds = await fail(ranked, rank, signum)
+        await fail(ranked, rank, signum)
     for call, outcome in zip(calls, expected, strict=True):
         (await call.outcome()).check(outcome)
 
@@ -215,7 +220,6 @@ async def check_fault(
         return await counted("pd_router_continuations_total") >= 1
 
     await until(has_moved, "the router counts a stream that it has moved")
-    logger.info("%s of rank %d: the node ended after %.1f s", signum.name, rank, seconds)
 
     async def holds_nothing() -> bool:
         kv = (await fetch(f"{plain.url}/kv")).json()
@@ -223,15 +227,13 @@ async def check_fault(
 
     await until(holds_nothing, "the other node holds nothing")
     router.stop()
-    return seconds
 
 
 async def test_a_killed_rank(
     launcher: Launcher, plain: Launched, ranked: Launched, gate: Gate, expected: list[Outcome]
 ) -> None:
-    """The last test of `ranked`."""
+    """The last test of `ranked`. Its end is noticed before it is missed."""
     await check_fault(launcher, plain, ranked, gate, expected, 1, signal.SIGKILL)
-    assert "rank 1 has ended" in ranked.output, "noticed before it was missed"
 
 
 @pytest.mark.slow
@@ -244,5 +246,4 @@ async def test_a_rank_that_fails(
         "mixed", f"--node-id=ranked-{rank}-{signum.name}", *common(), *RANKED, *gate.flags,
         environment=gate.environment,
     )  # fmt: skip
-    seconds = await check_fault(launcher, plain, ranked, gate, expected, rank, signum)
-    assert seconds < MARGIN_S[signum]
+    await check_fault(launcher, plain, ranked, gate, expected, rank, signum)

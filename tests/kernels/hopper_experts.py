@@ -16,7 +16,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.compiler import compile as compile_source
 
-from pd_kernels.triton_experts import FEW, ExpertTiling, _down_kernel, _gate_up_kernel, experts_tiling
+from pd_kernels.expert_tiling import FEW, ExpertTiling, experts_tiling
+from pd_kernels.triton_experts import _down_kernel, _gate_up_kernel
 
 PLACES = {"chosen": "*i64", "order": "*i32", "tiles": "*i32", "num_tokens": "i32", "num_tiles": "i32",
           "first_own": "i32", "num_own": "i32"}  # fmt: skip
@@ -46,18 +47,24 @@ def compile_products(num_tokens: int, is_quantized: bool) -> dict[str, str]:
     operands = {"scales": scale, "x": f"*{dtype}", "row_scales": scale, "out": "*bf16", **PLACES, **SIZES}
     operands |= dict.fromkeys(("row_stride", "group_stride"), "i32")
     common = {"KIND": 3 if is_quantized else 0, "NUM_CHOSEN": 8, "CHOSEN": 8, "SORTED": num_tokens > FEW, "EARLY": True}
-    common["PART"] = not is_quantized  # of one rank in bfloat16, of all experts in float8
+    common |= {"PART": not is_quantized, "DTYPE": tl.bfloat16}  # of one rank in bfloat16, of all experts in float8
+    in_first, in_second = is_quantized and num_tokens > FEW, is_quantized and num_tokens <= FEW
+    activated = "*fp8e4nv" if in_first else "*bf16"  # what is between the products; see `_quantizes`
+    rows = {"x": "*bf16", "row_scales": "*bf16"} if in_second else {}
+    between = {"out": activated, "out_scales": "*fp32" if in_first else "*bf16", "out_stride": "i32"}
+    numbers = {"x_stride": "i32", "num_squares": "i32", "eps": "fp32"}
     gate_up = compile_kernel(
         _gate_up_kernel,
         {"weight_tiles": f"tensordesc<{dtype}[{first.outputs},{first.inputs}]>", **operands, "squares": "*fp32",
-         "x_stride": "i32", "num_squares": "i32", "eps": "fp32"},
-        {**common, **sizes(first), "SQUARES": 32 if num_tokens <= 64 else 0},
+         **between, **numbers},
+        {**common, **sizes(first), "SQUARES": 32 if num_tokens <= 64 else 0, "QUANTIZES": in_first},
         first,
     )  # fmt: skip
+    tiles = {"weight_tiles": f"tensordesc<{dtype}[{second.outputs},{second.inputs}]>"}
     down = compile_kernel(
         _down_kernel,
-        {"weight_tiles": f"tensordesc<{dtype}[{second.outputs},{second.inputs}]>", **operands, "scores": "*fp32"},
-        {**common, **sizes(second), "PARTS": False, "DTYPE": tl.bfloat16},
+        {**tiles, **operands, **rows, "scores": "*fp32"},
+        {**common, **sizes(second), "PARTS": False, "QUANTIZES": in_second},
         second,
     )
     kind = "float8" if is_quantized else "bfloat16"

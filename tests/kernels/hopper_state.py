@@ -24,16 +24,16 @@ from pd_kernels.triton_state import _gates_kernel, _norm_kernel
 PLACES = dict.fromkeys(("sources", "slots", "starts", "positions", "piece_starts", "saves"), "*i32")
 ROWS = dict.fromkeys(("q", "k", "v", "x", "a", "b", "gate", "weight", "bias", "conv", "out", "triangles"), "*bf16")
 WIDE = dict.fromkeys(
-    ("g", "beta", "recurrent", "factors", "decays", "betas", "decay_log", "decay_bias"), "*fp32"
+    ("g", "beta", "recurrent", "factors", "decays", "betas", "decay_log", "decay_bias", "scales"), "*fp32"
 )  # fmt: skip
 NUMBERS = dict.fromkeys(("scale", "eps"), "fp32")
 SIZE = {"KEYS": 128, "SIZE": PIECE, "PRECISION": PIECES_TILE.precision}
 CONVOLVED = {"KEYS": 2048, "KEY_DIM": 128, "VALUES": 256, "WIDTH": 4, "BIAS": False, "SAVES": True}
 
 
-def compile_kernel(kernel: Any, constants: dict[str, Any], **options: Any) -> str:
-    """PTX."""
-    names, known = kernel.arg_names, {**PLACES, **ROWS, **WIDE, **NUMBERS}
+def compile_kernel(kernel: Any, constants: dict[str, Any], other: dict[str, str] | None = None, **options: Any) -> str:
+    """PTX. `other`: types that differ from the usual ones."""
+    names, known = kernel.arg_names, {**PLACES, **ROWS, **WIDE, **NUMBERS, **(other or {})}
     constants = {name: value for name, value in constants.items() if name in names}
     types = {name: "constexpr" if name in constants else known.get(name, "i32") for name in names}
     aligned = [name for name in names if types[name].startswith("*") or name.endswith(("_stride", "_channels"))]
@@ -50,20 +50,23 @@ def compile_states(tile: PiecesTile) -> str:
 
 def main() -> None:
     knobs.nvidia.dump_ptxas_log = True
-    decode = {"KEYS": 128, "VALUES": 128, "PART": DECODE_TILE.values, "MIXED": False, "SAVES": True, "EARLY": True}
+    decode = {"KEYS": 128, "VALUES": 128, "PART": DECODE_TILE.values, "MIXED": False, "SAVES": True, "EARLY": True,
+              "GATES": True}  # fmt: skip
     early: dict[str, Any] = {"num_warps": DECODE_TILE.num_warps, "launch_pdl": True}
     pieces = {**CONVOLVED, "SIZE": PIECE, "CHANNELS": triton_convolution.PIECE_CHANNELS}
     pieces["ROWS"] = triton_convolution.PIECE_ROWS
     convolved = {**CONVOLVED, "CHANNELS": triton_convolution.DECODE_CHANNELS}
+    norm = {"SIZE": 128, "COLUMNS": 128, "ROWS": 8, "EARLY": True}
     found = {
-        "decode": compile_kernel(_decode_kernel, decode, **early),
+        "decode": compile_kernel(_decode_kernel, decode, dict.fromkeys(("g", "beta"), "*bf16"), **early),
         "triangles": compile_kernel(_triangles_kernel, SIZE, num_warps=PIECES_TILE.triangle_warps),
         "states": compile_states(PIECES_TILE),
         "convolved pieces": compile_kernel(triton_convolution._pieces_kernel, pieces, num_warps=4),
         "convolved states": compile_kernel(triton_convolution._states_kernel, convolved),
         "convolved decodes": compile_kernel(triton_convolution._decode_kernel, {**convolved, "EARLY": True}, **early),
         "gates": compile_kernel(_gates_kernel, {"TILE": 1024, "EARLY": True}, **early),
-        "norms": compile_kernel(_norm_kernel, {"SIZE": 128, "COLUMNS": 128, "ROWS": 8, "EARLY": True}, **early),
+        "norms": compile_kernel(_norm_kernel, {**norm, "HEADS": 0}, **early),
+        "quantized norms": compile_kernel(_norm_kernel, {**norm, "HEADS": 32}, {"out": "*fp8e4nv"}, **early),
     }
     json.dump(found, sys.stdout)
 

@@ -144,7 +144,7 @@ def test_it_compiles_and_the_softmax_runs_under_the_products(options: tuple[str,
 def hopper_attention(paged: Paged) -> TritonAttention:
     """With large tiles, whatever the step."""
     shape = attention_shape(paged)
-    backend = HopperBackend() if shape.has_sinks else choose_attention(shape, DEVICE).backend
+    backend = choose_attention(shape, DEVICE).backend
     assert isinstance(backend, HopperBackend)
     attention = backend.attention(shape, DEVICE)
     assert isinstance(attention, TritonAttention)

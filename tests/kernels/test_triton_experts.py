@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -10,13 +11,14 @@ import torch
 
 pytest.importorskip("triton", reason="the Triton kernels need triton")
 
-from pd_kernels import reference, torch_experts, triton_experts, triton_pairs, triton_routing
-from pd_kernels.values import ExpertPart, Routing
+from pd_kernels import reference, torch_experts, triton_experts, triton_pairs, triton_quantize, triton_routing
+from pd_kernels.expert_tiling import FEW, experts_tiling
+from pd_kernels.values import ExpertPart, HalfNormed, Routing
 from tests.kernels.quantized_weights import quantize_weight
 
 if TYPE_CHECKING:
     from pd_kernels.backends import RouteTokens
-    from pd_kernels.quantized import Weight
+    from pd_kernels.quantized import QuantizedRows, Weight
 
 # Triton's interpreter on numpy
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")
@@ -25,6 +27,7 @@ DEVICE = torch.device("cuda" if GPU else "cpu")
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3}  # norm of the difference by that of the result
 if GPU:  # the interpreter's bfloat16 products come out wrong (Triton 3.6)
     TOLERANCE[torch.bfloat16] = 1e-2
+HALF = torch.bfloat16 if GPU else torch.float16
 needs_gpu = pytest.mark.skipif(not GPU, reason="needs a CUDA device")
 REAL = (128, 2048, 768)  # experts, hidden size, size: Qwen3-30B-A3B
 
@@ -93,6 +96,37 @@ def test_a_bias_of_products_chooses_and_weighs(route: RouteTokens, count: int, n
     torch.testing.assert_close(scores, best.values.softmax(-1), atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("route", [triton_routing.route, torch_experts.route])
+@pytest.mark.parametrize(("count", "num_experts", "is_sigmoid"), [(3, 32, False), (20, 40, True)])
+def test_a_shared_expert_comes_last_with_the_score_of_its_gate(
+    route: RouteTokens, count: int, num_experts: int, is_sigmoid: bool
+) -> None:
+    """The gate is not among the products of the others: neither their softmax nor their choice has it."""
+    router, _, _ = mixture(num_experts + 1, 200, 8, torch.float32)
+    x, routing = rows(count, 200, torch.float32), Routing(4, True, is_sigmoid, factor=2.5)
+    scores, chosen = route(x, router, None, replace(routing, has_shared=True))
+    others, expected = route(x, router[:-1].contiguous(), None, routing)
+    assert torch.equal(chosen[:, :-1], expected)
+    torch.testing.assert_close(scores[:, :-1], others)
+    assert (chosen[:, -1] == num_experts).all()
+    torch.testing.assert_close(scores[:, -1], (x @ router[-1]).sigmoid(), atol=1e-5, rtol=1e-4)
+    of_reference = reference.route(x, router, None, replace(routing, has_shared=True))
+    assert torch.equal(chosen, of_reference[1])
+    torch.testing.assert_close(scores, of_reference[0], atol=1e-5, rtol=1e-4)
+
+
+def test_a_shared_experts_gate_is_divided_as_its_row_is() -> None:
+    router, _, _ = mixture(33, 64, 8, torch.float32)
+    x, routing = rows(3, 64, torch.float32), Routing(4, True, has_shared=True)
+    half = HalfNormed(x, x.pow(2).sum(-1)[None], 1e-6)
+    found, expected = (
+        triton_routing.route(half, router, None, routing),
+        reference.route(half.normed(), router, None, routing),
+    )
+    assert torch.equal(found[1], expected[1])
+    torch.testing.assert_close(found[0], expected[0], atol=1e-5, rtol=1e-4)
+
+
 def test_of_equal_scores_the_lowest_experts_are_chosen() -> None:
     router = torch.zeros(100, 32, device=DEVICE)
     router[-1] = 1.0
@@ -112,10 +146,13 @@ def test_groups_of_experts_are_chosen_as_torch_does() -> None:
 
 @pytest.mark.parametrize("num_experts", [3, 128])
 @pytest.mark.parametrize(("num_tokens", "num_chosen", "tile"), [(1, 1, 16), (5, 3, 16), (30, 3, 4)])
+@pytest.mark.parametrize("at_once", [True, False], ids=["at once", "counted"])
 def test_pairs_are_sorted_and_cut_into_tiles_of_one_expert(
-    num_tokens: int, num_chosen: int, tile: int, num_experts: int
+    num_tokens: int, num_chosen: int, tile: int, num_experts: int, at_once: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also with experts without pairs, and with one expert that has nearly all."""
+    if not at_once:  # as more pairs are
+        monkeypatch.setattr(triton_pairs, "_MOST_AT_ONCE", 0)
     random = torch.Generator().manual_seed(num_tokens)
     for low in (0, num_experts - 1):
         chosen = torch.randint(low, num_experts, (num_tokens, num_chosen), generator=random)
@@ -176,14 +213,39 @@ def test_experts_in_float8(count: int, hidden: int, size: int, is_blocks: bool) 
     assert error(found, torch_experts.experts(x, scores, chosen, *weights)) < (3e-2 if GPU else 5e-3)
 
 
+@pytest.mark.parametrize("count", [1, 13, 17, pytest.param(70, marks=[] if GPU else [pytest.mark.slow])])
+def test_activations_are_quantized_on_their_way_as_by_a_launch_between(
+    count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit for bit: by the programs that read few rows, and by those that compute more."""
+    _, gate_up, down = mixture(4, 256, 256, torch.float32)
+    x = rows(count, 256, HALF)
+    chosen = (torch.arange(2 * count, device=DEVICE) % 3).view(count, 2)
+    scores = torch.rand(count, 2, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    weights = [quantize_weight(weight, is_blocks=True) for weight in (gate_up, down)]
+    launches = []
+
+    def counted(x: torch.Tensor, group: int) -> QuantizedRows:
+        launches.append(len(x))
+        return triton_quantize.quantize(x, group)
+
+    monkeypatch.setattr(triton_experts, "quantize", counted)
+    found = mix(x, scores, chosen, *weights)
+    assert launches == [count], "the rows of the first product alone"
+    monkeypatch.setattr(triton_experts, "_quantizes", lambda *given: (False, False))
+    assert torch.equal(found, mix(x, scores, chosen, *weights))
+    assert launches == [count, count, 2 * count]
+    assert error(found, torch_experts.experts(x, scores, chosen, *weights)) < (3e-2 if GPU else 5e-3)
+
+
 @pytest.mark.parametrize("bytes_per_weight", [1, 2, 4])
 @pytest.mark.parametrize(("num_chosen", "num_experts"), [(8, 128), (2, 8), (1, 384)])
 def test_both_products_have_the_same_tiles_of_pairs(num_chosen: int, num_experts: int, bytes_per_weight: int) -> None:
     """Pairs are cut into tiles once. Unsorted, all tokens are the rows of a tile. Scales are of 128 inputs."""
     for num_tokens in range(1, 9000, 7):
-        first, second = triton_experts.experts_tiling(num_tokens, num_chosen, num_experts, bytes_per_weight)
+        first, second = experts_tiling(num_tokens, num_chosen, num_experts, bytes_per_weight)
         assert first.rows == second.rows
-        assert num_tokens > triton_experts.FEW or num_tokens <= first.rows
+        assert num_tokens > FEW or num_tokens <= first.rows
         assert bytes_per_weight > 1 or first.inputs == second.inputs == 128
 
 

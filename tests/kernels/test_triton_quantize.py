@@ -9,10 +9,11 @@ import torch
 
 pytest.importorskip("triton", reason="the Triton kernels need triton")
 
-from pd_kernels import reference, torch_quantized
-from pd_kernels.triton_activation import silu_and_mul_quantized
+from pd_kernels import reference, torch_quantized, torch_state
+from pd_kernels.triton_activation import sigmoid_and_mul, sigmoid_and_mul_quantized, silu_and_mul_quantized
 from pd_kernels.triton_norm import add_rms_norm_quantized, add_rms_norm_twice
 from pd_kernels.triton_quantize import quantize
+from pd_kernels.triton_state import TritonState, gated_norm_quantized
 
 if TYPE_CHECKING:
     from pd_kernels.quantized import QuantizedRows
@@ -108,6 +109,36 @@ def test_activations(count: int, size: int, group: int) -> None:
     assert_as_defined(torch_quantized.silu_and_mul_quantized(x, group), expected, 0.01)
 
 
+@ROWS
+def test_rows_with_output_gates(count: int, size: int, group: int) -> None:
+    """Of a view of a wider product, bit for bit as two launches."""
+    both = random(count, 3 * size)
+    x, gate = both[:, size : 2 * size].contiguous(), both[:, 2 * size :]
+    plain, found = sigmoid_and_mul(x, gate), sigmoid_and_mul_quantized(x, gate, group)
+    torch.testing.assert_close(plain, reference.sigmoid_and_mul(x, gate))
+    assert_same(found, quantize(plain, group))
+    by_library = torch_quantized.sigmoid_and_mul_quantized(x, gate, group)
+    assert_as_defined(by_library, reference.quantize(reference.sigmoid_and_mul(x, gate), group), 0.01)
+
+
+@pytest.mark.parametrize(("num_heads", "size", "group"), [(4, 128, 128), (1, 128, 128), (3, 32, 96), (4, 64, 128)])
+def test_gated_norms_of_heads(num_heads: int, size: int, group: int) -> None:
+    """A head's numbers share a scale, or it is as many launches as before: bit for bit the same."""
+    x, both, weight = random(37, num_heads, size), random(37, 2 * num_heads * size, seed=1), random(size, seed=2)
+    gate = both[:, num_heads * size :].view(37, num_heads, size)
+    plain = TritonState().gated_norm(x, gate, weight, 1e-6).flatten(1)
+    assert_same(gated_norm_quantized(x, gate, weight, 1e-6, group), quantize(plain, group))
+    by_library = torch_state.gated_norm_quantized(x, gate, weight, 1e-6, group)
+    assert_as_defined(by_library, reference.quantize(plain, group), 0.02)
+    assert gated_norm_quantized(x[:0], gate[:0], weight, 1e-6, group).values.shape == (0, num_heads * size)
+
+
+def assert_same(found: QuantizedRows, expected: QuantizedRows) -> None:
+    assert found.group == expected.group
+    assert torch.equal(found.scales, expected.scales)
+    assert torch.equal(found.values.view(torch.uint8), expected.values.view(torch.uint8))
+
+
 def test_no_rows() -> None:
     empty = random(0, 256)
     assert quantize(empty, 128).scales.shape == (0, 2)
@@ -120,3 +151,5 @@ def test_what_does_not_fit_is_refused() -> None:
         quantize(random(2, 256), 64)
     with pytest.raises(ValueError, match="unit last stride"):
         quantize(random(256, 2).t(), 128)
+    with pytest.raises(ValueError, match="must be"):
+        sigmoid_and_mul(random(2, 256), random(2, 128))

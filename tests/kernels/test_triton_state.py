@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton", reason="the Triton kernels need triton")
 
-from pd_kernels.state import StateCache
+from pd_kernels.state import StateCache, StateGates
 from pd_kernels.torch_state import TorchState
 from pd_kernels.triton_state import TritonState
 from tests.kernels.state_steps import Part, make_cache, make_layer, make_plan, make_tokens, run_layer
@@ -125,6 +125,24 @@ def test_gates_and_norms(dtype: torch.dtype) -> None:
     weight = torch.randn(80, generator=random).to(DEVICE, dtype)
     given = (x, gate, weight, 1e-6)
     torch.testing.assert_close(TritonState().gated_norm(*given), TorchState().gated_norm(*given))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("parts", [DECODES, MIXED], ids=["decodes", "mixed"])
+def test_gates_are_computed_where_they_are_used(parts: list[Part], dtype: torch.dtype) -> None:
+    """Of views of a wider product, beside prompts too. Bit for bit as two launches compute them."""
+    count, is_decode, random = sum(part.tokens for part in parts), parts is DECODES, torch.Generator().manual_seed(6)
+    q, k = (torch.randn(count, 2, 16, generator=random).to(DEVICE, dtype) for _ in range(2))
+    v = torch.randn(count, 4, 32, generator=random).to(DEVICE, dtype)
+    both = (torch.randn(count, 8, generator=random) * 4).to(DEVICE, dtype)
+    log, bias = (torch.randn(4, generator=random).to(DEVICE) for _ in range(2))
+    gates, plan = StateGates(both[:, 4:], both[:, :4], log, bias), make_plan(parts, DEVICE, is_decode=is_decode)
+    one, other = (on_device(make_cache(LAYER, NUM_SLOTS, USED)).recurrent for _ in range(2))
+    for ops in (TritonState(), TorchState()):
+        found = ops.mix_gated(q, k, v, gates, one, plan, 0.25)
+        expected = ops.mix(q, k, v, *ops.gates(*gates), other, plan, 0.25)
+        torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
 
 
 def test_sizes_that_no_tile_has_are_refused() -> None:

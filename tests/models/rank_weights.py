@@ -101,11 +101,17 @@ def _add_norm_twice(
     return RowsTwice(normed, _unrounded(normed, group)), total
 
 
+def _gated_norm(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float, group: int) -> QuantizedRows:
+    return _unrounded(TORCH.state.gated_norm(x, gate, weight, eps).flatten(1), group)
+
+
 UNROUNDED = replace(
     TORCH,
     quantize=_unrounded,
     quantized_product=lambda rows, weight, dtype: (rows.values @ reference.dequantize(weight).T).to(dtype),
     silu_and_mul_quantized=lambda x, group: _unrounded(TORCH.silu_and_mul(x), group),
+    sigmoid_and_mul_quantized=lambda x, gate, group: _unrounded(TORCH.sigmoid_and_mul(x, gate), group),
+    gated_norm_quantized=_gated_norm,
     add_rms_norm_quantized=_add_norm,
     add_rms_norm_twice=_add_norm_twice,
     experts=_plain_experts,

@@ -32,7 +32,10 @@ _MROPE = {
 STATE_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-next": ("Qwen3Next", {**_DELTA, **_EXPERTS, "mlp_only_layers": [1]}),
     "qwen3.5": ("Qwen3_5", {**_DELTA, "rope_parameters": _MROPE, "linear_num_value_heads": 6}),
-    "qwen3.5-experts": ("Qwen3_5Moe", {**_DELTA, **_EXPERTS, "linear_conv_kernel_dim": 3}),
+    "qwen3.5-experts": (  # the shared expert has the others' size
+        "Qwen3_5Moe",
+        {**_DELTA, **_EXPERTS, "linear_conv_kernel_dim": 3, "shared_expert_intermediate_size": 24},
+    ),
 }
 
 

@@ -11,8 +11,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from pd_cluster.errors import StartupError
+from pd_cluster.models.qwen3_next import Qwen3Next
 from pd_cluster.models.registry import build_model, resolve_spec
 from pd_cluster.models.weights import fill_at_random
+from pd_kernels.backends import TORCH
 from pd_kernels.state import PIECE, StateCache
 from tests.models.paged_steps import serve_steps
 from tests.models.rank_weights import UNROUNDED
@@ -23,6 +25,7 @@ from tests.models.thread_ranks import run_ranks
 from tests.worker.conftest import COMMON, SavedModel, save_model
 from tests.worker.driver import random_prompts
 from tests.worker.quantized_models import BLOCKS, QuantizedCase, compressed, save_quantized
+from tests.worker.test_few_rows import FEW_ROWS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -229,7 +232,7 @@ FLOAT8 = {
         "Qwen3_5Moe",
         compressed("block", ignore=("lm_head", r"re:.*\.mlp\.gate$", r"re:model\.language_model\..*\.in_proj_[ab]$")),
         _GATES,
-        {**_WIDE, **_WIDE_EXPERTS},
+        {**_WIDE, **_WIDE_EXPERTS, "moe_intermediate_size": 256},
     ),
 }  # fmt: skip
 
@@ -249,6 +252,28 @@ def test_weights_in_float8_are_those_of_transformers(tmp_path: Path, name: str) 
     (whole,) = run_ranks(1, lambda share: serve_steps(load(tmp_path, share, UNROUNDED), share.shard))
     ranks = run_ranks(2, lambda share: serve_steps(load(tmp_path, share, UNROUNDED), share.shard))
     check_equal(whole, ranks, TOLERANCE)
+
+
+@pytest.mark.parametrize("is_quantized", [True, False], ids=["float8", "plain"])
+def test_few_rows_have_a_product_for_betas_and_decays_beside_float8(is_quantized: bool) -> None:
+    config = {
+        **_WIDE, "architectures": ["Qwen3NextForCausalLM"], "vocab_size": 320, "intermediate_size": 128,
+        **_WIDE_EXPERTS, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+        "quantization_config": FLOAT8["qwen3-next"].settings if is_quantized else None,
+    }  # fmt: skip
+    spec, found = resolve_spec(Path(), config), []
+    for kernels in (TORCH, FEW_ROWS):
+        model = build_model(spec, kernels, 64, torch.float32, torch.device("cpu"))
+        fill_at_random(model, seed=3)
+        model.finish_loading()
+        steps = StateSteps(model)
+        steps.step(Chunk([5, 6, 7], 0, TABLES[0], 1), rows=[])
+        found.append(steps.step(Chunk([8], 3, TABLES[0], 1)))
+        assert isinstance(model, Qwen3Next)
+        few = {kind for kind, linears in model._linears.items() if linears[0].max_few_rows}
+        alone = {"betas_decays"} if is_quantized else set(model._linears)
+        assert few == (alone if kernels is FEW_ROWS else set())
+    torch.testing.assert_close(*found, rtol=0, atol=TOLERANCE * float(found[0].std()))
 
 
 @pytest.mark.parametrize("settings", [None, FLOAT8["qwen3-next"].settings], ids=["plain", "float8"])

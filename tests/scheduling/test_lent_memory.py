@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pd_cluster.protocol.messages import Work
-from tests.scheduling.simulation import BLOCK_SIZE, message
+from tests.scheduling.kv_groups import SETS
+from tests.scheduling.simulation import BLOCK_SIZE, message, prompt
 from tests.scheduling.world import World
 
 if TYPE_CHECKING:
@@ -114,3 +115,39 @@ def test_while_nothing_is_lent_no_load_waits_for_leases() -> None:
     blocks.end_lease("lease")
     assert lent.waited_s() == 0
     blocks.close(other)
+
+
+def state_of(world: World, request: Request) -> tuple[object, ...]:
+    """What a request holds and what a cache knows, with the order in which that is evicted."""
+    assert request.table is not None
+    held = [(one.first, tuple(one.ids), tuple(one.path)) for one in request.table.groups]
+    pools = [
+        (tuple(pool.refs), tuple(pool.cache.evictable), pool.num_free, len(pool.cache)) for pool in world.blocks.pools
+    ]
+    lead = request.sequences[0]
+    return held, request.table.capacity, lead.num_cached_tokens, lead.num_computed_tokens, pools
+
+
+@pytest.mark.parametrize("kv", ["full", "full+window", "full+state", "full+far state"])
+@pytest.mark.parametrize("num_taken", range(5))
+def test_the_question_whether_a_load_lacks_lent_memory_changes_nothing(kv: str, num_taken: int) -> None:
+    """With nothing active a prompt may give up what is cached of it: not because it was asked."""
+    world = World(num_blocks=6, kv=SETS[kv])
+    blocks, loads = world.blocks, world.scheduler._load_memory
+    prefix = prompt(2 * BLOCK_SIZE)
+    world.submit(message("cached", [*prefix, 1], max_tokens=1))
+    world.run_until_idle()
+    waiting = world.submit(message("waiting", [*prefix, *[3] * 3 * BLOCK_SIZE], work=Work.TAKE_OVER))
+    waiting.load_id = "waiting#1"
+    assert world.scheduler.pin(waiting) or blocks.has_mortal
+    lent = [take(world, 1) for _ in range(num_taken) if blocks.has_room([1] * len(blocks.pools))]
+    before = state_of(world, waiting)
+    answers = [loads.fits_without(waiting, tables) for tables in ((), lent, ())]
+    assert answers[0] == answers[2]
+    assert answers[1] or not answers[0]
+    assert state_of(world, waiting) == before
+    assert loads._take_load_blocks(waiting, waiting.num_loaded_tokens, is_prefix=False) == answers[0]
+    for table in lent:
+        blocks.close(table)
+    world.stop(waiting)
+    world.check_empty()

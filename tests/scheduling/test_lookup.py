@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pd_cluster.drafting.chances import LONGEST, MOST_NEW, Chances
-from pd_cluster.drafting.lookup import LAG, PIECE, REST, Lookup, num_followed
+from pd_cluster.drafting.lookup import LAG, NUM_NONE, PIECE, REST, Lookup, num_followed
 from pd_cluster.drafting.token_index import NUM_NEAR, NUM_TRIED, OutputIndex, TokenIndex
 from pd_cluster.drafting.token_index import PIECE as INDEX_PIECE
 
@@ -194,6 +194,44 @@ def test_a_match_that_breaks_at_an_indexed_token_is_searched() -> None:
         lookup.index()
         found.append(offered(lookup))
     assert found[-1] == [21, 22, 23, 24]
+
+
+def waited(lookup: Lookup) -> list[int]:
+    """What is offered where steps leave time to prepare."""
+    found = lookup.offer(0, 4, may_wait=True)
+    return [] if found is None else [*found.first(len(found.chances))]
+
+
+@pytest.mark.parametrize("is_prepared", [True, False])
+def test_a_match_that_begins_after_none_is_searched_while_no_step_waits(is_prepared: bool) -> None:
+    """And followed from the next token on. Where a search had no time the next one does not wait for that, too."""
+    token_ids, lookup = lookup_of([*range(20)])
+    for token in range(50, 50 + NUM_NONE):
+        token_ids.append(token)
+        assert waited(lookup) == []
+        assert lookup._num_searched == len(token_ids), "a match may end for some tokens"
+    offers = []
+    for token in (4, 5, 6, 7):
+        token_ids.append(token)
+        offers.append(waited(lookup))
+        if is_prepared:
+            lookup.prepare()
+    assert offers == [[], [] if is_prepared else [6, 7, 8, 9], [7, 8, 9, 10], [8, 9, 10, 11]]
+    token_ids += [9, 10]
+    assert waited(lookup) == [11, 12, 13, 14], "after several tokens at once nothing waits"
+    token_ids += [3, 4]
+    assert waited(lookup) == [5, 6, 7, 8], "nor where a match has just ended"
+
+
+def test_what_has_come_since_is_searched_with_the_next_offer() -> None:
+    token_ids, lookup = lookup_of([*range(20)])
+    for token in (*range(50, 50 + NUM_NONE), 4):
+        token_ids.append(token)
+        assert waited(lookup) == []
+    token_ids.append(5)
+    lookup.prepare()
+    assert lookup.expected is None, "the place of a match is the one after all tokens that were taken"
+    assert waited(lookup) == [6, 7, 8, 9]
 
 
 def test_a_sequence_rests_behind_a_right_draft_without_a_mask() -> None:

@@ -14,7 +14,7 @@ from pd_cluster.config import SchedulerConfig
 from pd_cluster.drafting import indexes as indexing
 from pd_cluster.drafting.chances import LEAST_NEW, LONGEST
 from pd_cluster.drafting.indexes import TEXT_BYTES, IndexedText, Indexes
-from pd_cluster.drafting.lookup import LAG, LEAST, PIECE, Lookup
+from pd_cluster.drafting.lookup import LAG, LEAST, NUM_NONE, PIECE, Lookup
 from pd_cluster.drafting.lookup_drafter import OUTPUT_BYTES, OUTPUT_PIECE, LookupDrafter
 from pd_cluster.drafting.token_index import TOKEN_BYTES, OutputIndex, TokenIndex
 from pd_cluster.engine.replies import reply_of
@@ -236,12 +236,45 @@ def test_while_no_step_waits_outputs_are_indexed_and_chances_learned(monkeypatch
         drafter.prepare(lambda: True)
         assert not taken, "a step waits"
         drafter.prepare(lambda: False)
-        assert sum(taken) == (2 * LEAST if (step + 1) % LEAST == 0 else 0)
+        assert sum(taken) == (2 * LEAST if (step + 2) % LEAST == 0 else 0)
     drafter.prepare(lambda: False)
     assert drafter._chances.after[LONGEST].reached[0] > reached[0]
     for seq_id in outputs:
         drafter.forget(seq_id)
     drafter.check()
+
+
+def test_a_step_without_a_match_indexes_nothing_that_could_be_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A search finds what was before the newest token, and that was indexed while no step waited."""
+    drafter, token_ids = lookup_drafter(), [*REPEATED, 0, 500]
+    drafter.expect({0: REPEATED}, (), len(REPEATED))
+    drafter.offer(0, token_ids, 0, 4)
+    drafter.prepare(lambda: False)
+    for token in range(501, 501 + 2 * LAG):
+        token_ids.append(token)
+        with monkeypatch.context() as patch:
+            patch.delattr(OutputIndex, "take")
+            assert drafter.offer(0, token_ids, 0, 4) is None
+        drafter.prepare(lambda: False)
+    token_ids += [510, 511]
+    offer = drafter.offer(0, token_ids, 0, 4)
+    assert offer is not None
+    assert offer.first(4) == (512, 513, 514, 515)
+    drafter.forget(0)
+
+
+@pytest.mark.parametrize("has_time", [True, False])
+def test_matches_wait_only_where_steps_leave_time(has_time: bool) -> None:
+    drafter, token_ids = lookup_drafter(), [*REPEATED]
+    drafter.expect({0: REPEATED}, (), len(REPEATED))
+    found = []
+    for token in (*range(500, 500 + NUM_NONE), 4, 5, 6):
+        token_ids.append(token)
+        offer = drafter.offer(0, token_ids, 0, 4)
+        found.append(None if offer is None else offer.first(1)[0])
+        drafter.prepare(lambda: not has_time)
+    assert found == [None] * (NUM_NONE + 1) + [None if has_time else 6, 7]
+    drafter.forget(0)
 
 
 def test_while_memory_is_full_no_output_is_indexed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -158,6 +158,8 @@ def test_streams_without_drafts_spend_their_credit_in_a_long_step() -> None:
         if credit:
             assert drafting._prolonged > 1.25
             spent = drafting._prolonged - 1
+            assert drafting._credits[other.seq_id] + EARNED * 9 == pytest.approx(credit), "no step waits for that"
+            drafting.prepare(lambda: True)
             assert drafting._credits[other.seq_id] + EARNED * 9 == pytest.approx(credit - spent)
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from pd_cluster.protocol.messages import Work
 from pd_cluster.scheduling.sequence import SequenceStatus
-from tests.scheduling.kv_groups import FULL, ONE_FULL, STATE, WINDOW, GroupSet
+from tests.scheduling.kv_groups import FULL, ONE_FULL, SETS, STATE, WINDOW, GroupSet
 from tests.scheduling.simulation import BLOCK_SIZE, message, prompt
 from tests.scheduling.world import World
 
@@ -138,3 +138,25 @@ def test_running_streams_want_no_further_states() -> None:
     blocks, states = (a - b for a, b in zip(memory.wanted(seq), needs, strict=True))
     assert blocks == NUM_SEQS - 1 + 4, "the next blocks of streams, and 1% of all"
     assert states == 1
+
+
+@pytest.mark.parametrize("kv", ["full+state", "latent+state", "full+window", "full+half state"])
+@pytest.mark.parametrize("length", [5, BLOCK_SIZE, BLOCK_SIZE + 4])
+@pytest.mark.parametrize("num_blocks", [2, 3])
+def test_siblings_yield_to_the_lead_what_they_share_with_it(kv: str, length: int, num_blocks: int) -> None:
+    """A lease holds the rest. What all of them share is free of copies for the last one that has it."""
+    world = World(kv=SETS[kv], num_blocks=num_blocks, max_num_seqs=8)
+    lender = world.submit(message("p", prompt(length, 1), work=Work.PREFILL))
+    world.run_until_idle()
+    request = world.submit(message("a", prompt(length), n=3, max_tokens=6, ignore_eos=True))
+    lead, *siblings = request.sequences
+    for _ in range(20):
+        world.start_step()
+        world.check()
+        assert lead.table is not None or not any(seq.table for seq in siblings), "the lead yields to its siblings"
+    if kv.endswith("+state"):  # of another kind it may need a block more than the lease leaves
+        assert lead.status is SequenceStatus.FINISHED, "it waits for the lease"
+    assert lender.lease_id is not None
+    world.end_lease(lender.lease_id)
+    world.run_until_idle()
+    world.check_empty()

@@ -66,7 +66,12 @@ def test_one_group_has_room_for_all_of_its_blocks(num_blocks: int) -> None:
     assert cache_tokens([FULL], slabs) == num_blocks * BLOCK
 
 
-def test_host_memory_has_equal_bytes_of_groups_beside_states_and_else_equal_numbers() -> None:
+def test_host_memory_has_twice_the_bytes_of_states_for_other_groups_and_else_equal_numbers() -> None:
     for kv in SETS.values():
         groups, slabs = kv.groups(4), kv.slabs(10)
-        assert host_unit(groups, slabs.per_slab) == (kv.per_slab if kv.has_state else (1,) * len(groups))
+        unit = host_unit(groups, slabs.per_slab)
+        if kv.has_state:
+            shares = [count / per_slab for count, per_slab in zip(unit, slabs.per_slab, strict=True)]
+            assert shares == [1.0 if one.kind is KVKind.STATE else 2.0 for one in groups]
+        else:
+            assert unit == (1,) * len(groups)

@@ -1,16 +1,17 @@
-"""2P + 2D behind a bad network: late and lost bytes, and nodes that are parted from the router for ten seconds."""
+"""2P + 2D behind a bad network: late and lost bytes, and nodes that are parted from the router while others answer."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
+import itertools
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from tests.cluster import Launcher
+from tests.deadlines import until
 from tests.integration.calls import Call, Outcome
 from tests.integration.fault_cluster import Member, make_prompt, start, wait_clean
 from tests.security.relay import Relay
@@ -18,13 +19,12 @@ from tests.security.relay import Relay
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
 
-pytestmark = [pytest.mark.integration, pytest.mark.anyio, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.integration, pytest.mark.anyio, pytest.mark.slow, pytest.mark.timeout(1800)]
 ROLES = {"p0": "prefill", "p1": "prefill", "d0": "decode", "d1": "decode"}
 LENGTHS = (40, 130, 300)
 NUM_TOKENS = 200
 NUM_CLIENTS = 4
-BEFORE_S, PARTED_S, AFTER_S = 4.0, 10.0, 4.0
-GAP_S = 6.0  # a frozen node is judged within 3 s; a busy machine may take as long again
+ANSWER_S = 300.0  # of NUM_TOKENS: five processes compute, and where they had 8% of a core each some took over 60 s
 
 
 @pytest.fixture(scope="module")
@@ -58,17 +58,31 @@ async def relayed(nodes: dict[str, Member], delay_s: float, lost: float) -> Asyn
         await asyncio.to_thread(launcher.close)
 
 
-async def served(url: str, ends_s: float, expected: dict[int, Outcome], number: int) -> list[Outcome]:
+async def served(
+    url: str, expected: dict[int, Outcome], number: int, stop: asyncio.Event, outcomes: list[Outcome]
+) -> None:
     """One client: a request after the other. Asserts that each answer is right."""
-    outcomes: list[Outcome] = []
-    while time.monotonic() < ends_s:
-        length, stream = LENGTHS[len(outcomes) % len(LENGTHS)], (len(outcomes) + number) % 3 > 0
+    for turn in itertools.count():
+        length, stream = LENGTHS[turn % len(LENGTHS)], (turn + number) % 3 > 0
         route = ("p-first", "d-first")[number % 2]
-        asked = body(length, f"{number} {time.monotonic_ns()}", stream=stream)
-        outcome = await Call(url, asked, route).outcome()
+        outcome = await Call(url, body(length, f"{number} {turn}", stream=stream), route, deadline_s=ANSWER_S).outcome()
         outcome.check(expected[length])
         outcomes.append(outcome)
-    return outcomes
+        if stop.is_set():
+            return
+
+
+async def wait_answers(clients: list[asyncio.Task[None]], answers: list[list[Outcome]], count: int) -> None:
+    """Until each client has had so many more. The first of them may have been under way."""
+    wanted = [len(one) + count for one in answers]
+
+    def are_served() -> bool:
+        for client in clients:
+            if client.done():
+                client.result()
+        return all(len(one) >= least for one, least in zip(answers, wanted, strict=True))
+
+    await until(are_served, lambda: f"{list(map(len, answers))} of {wanted} answers", deadline_s=count * ANSWER_S)
 
 
 @pytest.mark.parametrize(
@@ -79,17 +93,27 @@ async def served(url: str, ends_s: float, expected: dict[int, Outcome], number: 
 async def test_every_answer_is_right(
     nodes: dict[str, Member], cut: tuple[str, ...], delay_s: float, lost: float
 ) -> None:
-    expected = {length: await Call(nodes["d0"].url, body(length, "a", stream=False)).outcome() for length in LENGTHS}
+    """While they are parted all that was under way is answered, and what comes then: nothing waits for their return."""
+    asked = {length: body(length, "a", stream=False) for length in LENGTHS}
+    calls = {length: Call(nodes["d0"].url, one, deadline_s=ANSWER_S) for length, one in asked.items()}
+    expected = {length: await call.outcome() for length, call in calls.items()}
+    stop = asyncio.Event()
+    answers: list[list[Outcome]] = [[] for _ in range(NUM_CLIENTS)]
     async with relayed(nodes, delay_s, lost) as (url, relays):
-        ends_s = time.monotonic() + BEFORE_S + PARTED_S + AFTER_S
-        clients = [asyncio.create_task(served(url, ends_s, expected, number)) for number in range(NUM_CLIENTS)]
-        await asyncio.sleep(BEFORE_S)
-        async with contextlib.AsyncExitStack() as stack:
-            for name in cut:
-                await stack.enter_async_context(relays[name].parted())
-            await asyncio.sleep(PARTED_S)
-        outcomes = [outcome for client in await asyncio.gather(*clients) for outcome in client]
-        assert len(outcomes) >= NUM_CLIENTS
-        assert max(outcome.longest_gap_s for outcome in outcomes) <= GAP_S
+        clients = [
+            asyncio.create_task(served(url, expected, number, stop, outcomes))
+            for number, outcomes in enumerate(answers)
+        ]
+        try:
+            await wait_answers(clients, answers, 1)
+            async with contextlib.AsyncExitStack() as stack:
+                for name in cut:
+                    await stack.enter_async_context(relays[name].parted())
+                await wait_answers(clients, answers, 2)
+            await wait_answers(clients, answers, 1)
+        finally:
+            stop.set()
+            ends = await asyncio.gather(*clients, return_exceptions=True)
+        assert ends == [None] * NUM_CLIENTS
     for node in nodes.values():
         await wait_clean(node)

@@ -11,6 +11,7 @@ import sys
 import pytest
 
 from pd_cluster.engine.process import KEPT_PROGRAMS, bound_programs
+from tests.deadlines import COMMAND_S
 from tests.security.growth import Load, measure
 
 NUM_REQUESTS = 6000
@@ -46,7 +47,9 @@ def test_what_the_operator_has_set_stays() -> None:
 @pytest.mark.slow
 def test_steps_of_all_lengths_leave_few_programs_behind() -> None:
     """torch and oneDNN keep a program for each number of tokens that a step ever had, up to 1,024 of them."""
-    found = subprocess.run([sys.executable, "-c", MANY_SHAPES], capture_output=True, text=True, check=True, timeout=110)
+    found = subprocess.run(
+        [sys.executable, "-c", MANY_SHAPES], capture_output=True, text=True, check=True, timeout=COMMAND_S
+    )
     assert int(found.stdout) <= PROGRAMS_MB
 
 

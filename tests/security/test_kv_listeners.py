@@ -15,7 +15,7 @@ import pytest
 from pd_connectors.nixl.machine import listening_sockets, read_machine
 from pd_connectors.protocol.errors import ConnectorUnavailable
 from tests.connectors.remote_node import Node, context, remote_node
-from tests.deadlines import HANG_S
+from tests.deadlines import COMMAND_S, HANG_S
 from tests.security.handover import NUM_BLOCKS, hand_over, listeners
 
 pytest.importorskip("nixl_cu13")
@@ -83,7 +83,7 @@ def test_an_address_of_no_interface_is_refused() -> None:
 @pytest.mark.skipif(not can_unshare(), reason="this process may not make network namespaces")
 def test_a_stranger_in_another_network_namespace_reaches_nothing() -> None:
     command = ["unshare", "-rnm", sys.executable, "-m", "tests.security.netns_attack"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100.0)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_S)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
     assert len(result["places"]) == 4, "two nodes, each with a control port and one of UCX"

@@ -8,6 +8,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 
@@ -15,6 +16,7 @@ from pd_cluster.protocol.sampling_params import SamplingParams
 from pd_cluster.scheduling.batch import Batch, SequenceChunk, SequenceStart
 from pd_cluster.worker.cuda_graphs.graph_sizes import GraphSizes, decode_sizes, draft_sizes
 from pd_cluster.worker.logits_stages.penalties import Penalties
+from pd_cluster.worker.sampling_state import SamplingState
 from tests.drafters import KINDS, bent
 from tests.worker.conftest import VOCAB_SIZE
 from tests.worker.driver import Driver, Generation, make_executor, random_prompts
@@ -184,6 +186,20 @@ def test_graphs_draw_after_drafts(executor: DeviceExecutor, single: Single, kind
     assert chosen != (0, 1) or not repeated.drawn
     assert chosen != (0, 1, 2, 4) or len(repeated.drawn) > 3
     assert chosen != (0, 7) or any(variant.has_masks for variant in repeated.drawn)
+
+
+@pytest.mark.parametrize("chosen", [(0, 1), (0, 3), (0, 1, 2, 4)], ids=["plain", "changed", "limits"])
+def test_late_rows_of_graphs_are_drawn_by_launches_too(
+    executor: DeviceExecutor, single: Single, chosen: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All rows of a step may wait for a mask. Their draw tells the rows what they go on with."""
+    with_graphs(executor, SIZES)
+    monkeypatch.setattr(SamplingState, "are_late", lambda _, rows: np.ones(len(rows), bool))
+    drive = driven(executor, "right", ids_of(single[0]), chosen=chosen)
+    found = drive.run()
+    drive.leave()
+    assert ids_of(found) == [ids_of(single[0])[index] for index in chosen]
+    assert drive.num_accepted > 10
 
 
 def test_drafts_follow_a_token_that_is_on_the_device_only(executor: DeviceExecutor, single: Single) -> None:

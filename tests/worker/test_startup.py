@@ -22,7 +22,7 @@ from pd_cluster.worker.device_executor import DeviceExecutor, DeviceLoaded, run_
 from pd_cluster.worker.grammars import Grammars
 from pd_cluster.worker.host_buffer import HostBuffer
 from pd_cluster.worker.kernel_selection import attention_by_group
-from pd_cluster.worker.kv_cache import KVCache
+from pd_cluster.worker.kv_cache import KVCache, host_units
 from pd_cluster.worker.memory_measurement import measure_free_bytes
 from pd_cluster.worker.model_runner import ModelRunner
 from pd_cluster.worker.state import Weights
@@ -103,6 +103,52 @@ def test_preempted_sequences_have_a_part_of_the_host_memory(swap: float, host: f
     block_gb = executor.layout.block_bytes / 1e9
     start(executor, CacheConfig(num_blocks=9, swap_gb=swap * block_gb, host_cache_gb=host * block_gb))
     assert executor.calls[1] == ("allocate", 9, *blocks)
+
+
+@pytest.mark.parametrize(
+    ("swap", "host", "blocks", "flag"),
+    [
+        (0.9, 0, (), "--swap-gb"),
+        (1, 0, (1, 0), ""),
+        (0, 1.9, (), "--host-cache-gb"),
+        (0, 2, (0, 2), ""),
+        (1, 1.9, (), "--host-cache-gb"),
+        (2, 0.1, (2, 0), ""),
+    ],
+)
+def test_host_memory_that_nothing_could_use_is_refused(
+    swap: float, host: float, blocks: tuple[int, ...], flag: str
+) -> None:
+    """It was taken, and did nothing. A cache needs two blocks, of which it copies one ahead."""
+    executor = Phases()
+    block_gb = executor.layout.block_bytes / 1e9
+    config = CacheConfig(num_blocks=9, swap_gb=swap * block_gb, host_cache_gb=host * block_gb)
+    if flag:
+        with pytest.raises(StartupError, match=rf"^{flag} .*give at least 0\.001, or 0$"):
+            start(executor, config)
+        assert executor.calls[-1] == ("close",)
+    else:
+        start(executor, config)
+        assert executor.calls[1] == ("allocate", 9, *blocks)
+
+
+def test_host_memory_without_room_for_a_state_is_refused_with_what_one_takes() -> None:
+    groups = (
+        KVGroup(KVKind.FULL, (0,), (2, 1, 2, 16, 8), "float32", 16),
+        KVGroup(KVKind.STATE, (1,), (2, 5000), "float32", 16),
+    )
+    layout = BlockLayout(groups, 1)
+    slabs = KvSlabs(9, groups[1].block_bytes, (20, 1))
+    unit_gb = (40 * groups[0].block_bytes + groups[1].block_bytes) / 1e9
+    assert host_units(CacheConfig(swap_gb=unit_gb, host_cache_gb=2 * unit_gb), layout, slabs) == (1, 1)
+    with pytest.raises(
+        StartupError, match=r"^--swap-gb 1e-05: .* a state and twice its bytes of keys and values, 1 of each"
+    ):
+        host_units(CacheConfig(swap_gb=1e-5), layout, slabs)
+    with pytest.raises(
+        StartupError, match=r"^--host-cache-gb .*, 2 of each, take 0\.2 MB: give at least 0\.001, or 0$"
+    ):
+        host_units(CacheConfig(host_cache_gb=1.9 * unit_gb), layout, slabs)
 
 
 @pytest.mark.parametrize("phase", PHASES)

@@ -215,12 +215,13 @@ class MixedStep:
         self, places: StepPlaces, chunks: tuple[SequenceChunk, ...], samples: Samples, lens: Ints, ends: Ints
     ) -> None:
         parts: MixedPlaces = places.attention
-        count, num_decodes, query_ends = len(lens), leading_ones(lens), np.cumsum(lens)
+        count, query_ends = len(lens), np.cumsum(lens)
         parts.seq_lens[:count] = ends
         parts.query_starts[1 : count + 1] = query_ends
         parts.query_starts[count + 1 :] = query_ends[-1]
         if not self.size.num_chunks:
             return
+        num_decodes = leading_ones(lens)
         sampling = np.flatnonzero([chunk.num_samples > 0 for chunk in chunks])
         sampled = samples.with_logits(query_ends[sampling])
         parts.sampled[: len(sampled)] = sampled

@@ -54,9 +54,11 @@ class GraphSizes:
     def _choose_drafts(self, chunks: tuple[SequenceChunk, ...]) -> StepSize | None:
         if not chunks[-1].drafts:  # prompts come last
             return None
-        if any(not chunk.is_decode or chunk.num_samples != 1 or chunk.reads for chunk in chunks):
-            return None
-        num_tokens = sum(chunk.num_tokens for chunk in chunks)
+        num_tokens = 0
+        for chunk in chunks:
+            if chunk.num_tokens - len(chunk.drafts) != 1 or chunk.num_samples != 1 or chunk.reads:
+                return None
+            num_tokens += chunk.num_tokens
         fitting = (
             size for size in self._drafts
             if 0 <= size.num_tokens - num_tokens < _MOST_PADDING and size.num_seqs >= len(chunks)
