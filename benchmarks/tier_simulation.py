@@ -197,8 +197,7 @@ def _message(one: SimRequest, number: int, stretch: float) -> AddRequest:
     return AddRequest(str(number), ids, sampling, Work.GENERATE, received_s=one.at_s * stretch)
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Print a table of each trace, and append a record for each row. Raises StartupError."""
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks tier_simulation", allow_abbrev=False)
     parser.add_argument("--data", type=Path, default=Path("benchmarks/data"), metavar="DIR", help="Where traces are.")
     parser.add_argument("--traces", nargs="+", default=TRACES, metavar="FILE", help="Mooncake's, in that directory.")
@@ -219,7 +218,12 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "--disk-gb-s", type=positive, default=DISK_GB_S, metavar="X", help="Files are read, and written, so fast (3.5)."
     )
-    namespace = parser.parse_args(arguments)
+    return parser
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print a table of each trace, and append a record for each row. Raises StartupError."""
+    namespace = _parser().parse_args(arguments)
     layout = layout_of(namespace.shape)
     if namespace.disk_gb and len(layout.groups) > 1:
         raise StartupError(f"files are simulated for shapes with one KV group; {namespace.shape} has several")

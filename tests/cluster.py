@@ -75,18 +75,18 @@ class Launched:
     @property
     def url(self) -> str:
         """The address in its ready line."""
-        found = re.search(r"https?://\S+", self.wait_line("ready"))
+        found = re.search(r"https?://\S+", self.wait_line("ready", also="://"))
         assert found, self.output
         return found.group()
 
-    def wait_line(self, marker: str, deadline_s: float = READY_DEADLINE_S) -> str:
-        """The first line that contains `marker`. Raises LaunchFailed when the process ends without it."""
+    def wait_line(self, marker: str, deadline_s: float = READY_DEADLINE_S, *, also: str = "") -> str:
+        """The first line that contains `marker` and `also`. Raises LaunchFailed when the process ends without it."""
         end_s = time.monotonic() + deadline_s
         seen = 0
         with self._changed:
             while True:
                 for line in self.lines[seen:]:
-                    if marker in line:
+                    if marker in line and also in line:
                         return line
                 seen = len(self.lines)
                 if self._ended or not self._changed.wait(end_s - time.monotonic()):

@@ -14,9 +14,9 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.cluster import Launcher
-from tests.deadlines import HANG_S
+from tests.deadlines import HANG_S, SLOW_HANG_S
 from tests.kept_environment import kept_environment
-from tests.kept_process import kept_process
+from tests.kept_process import kept_process, let_children_hear_hangups
 
 if TYPE_CHECKING:
     import ssl
@@ -68,6 +68,7 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    let_children_hear_hangups()
     config.addinivalue_line("markers", "needs_mooncake: skipped where Mooncake cannot be used")
 
 
@@ -82,9 +83,16 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before cases are chosen by their marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """All cases of a test that is marked `long_cases` are `long`, but the first one that is collected."""
+    """All cases of a test that is marked `long_cases` are `long`, but the first one that is collected.
+
+    A slow test may take SLOW_HANG_S.
+    """
     seen: set[str] = set()
     for item in items:
+        if item.get_closest_marker("slow"):
+            own = item.get_closest_marker("timeout")
+            longest_s = max(SLOW_HANG_S, own.args[0] if own else 0.0)
+            item.add_marker(pytest.mark.timeout(longest_s), append=False)
         if item.get_closest_marker("long_cases"):
             test = item.nodeid.partition("[")[0]
             if test in seen:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 HANG_S = 60.0  # of any wait for what takes a moment; pytest ends a test after 300 s
 COMMAND_S = 280.0  # of a command that imports torch or starts nodes: 100 were too few where it had 8% of a core
+SLOW_HANG_S = 1800.0  # of a slow test: one took more than 600 s beside some twenty busy processes on two cores
 POLL_S = 0.02  # between two looks; a look at /metrics takes a node some milliseconds
 
 

@@ -19,6 +19,15 @@ if TYPE_CHECKING:
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
+def let_children_hear_hangups() -> None:
+    """Under nohup SIGHUP is ignored, and then by all that this process starts: a router could not be hung up.
+
+    A handler that does nothing keeps this process alive just as well, and no child inherits it.
+    """
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, lambda *_: None)
+
+
 class ProcessSetting(NamedTuple):
     """A value that a later test could see."""
 

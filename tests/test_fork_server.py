@@ -134,6 +134,14 @@ def short_path() -> Iterator[Path]:
         yield Path(folder)
 
 
+def test_an_address_is_that_of_the_ready_line(launcher: Launcher) -> None:
+    """Others say that a part is ready, or name an address."""
+    lines = "254 of 254 blocks ready after 0.2 s", "node d0 (http://d0) is healthy", "ready: node on http://here (d0)"
+    launched = launcher.start("node", [sys.executable, "-c", f"print({chr(10).join(lines)!r})"])
+    assert launched.url == "http://here"
+    assert launched.wait() == 0
+
+
 def test_workers_share_a_server_and_each_takes_its_own_children_along(
     short_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import socket
+import subprocess
 import sys
 from typing import TYPE_CHECKING
 
@@ -14,7 +15,7 @@ import pytest
 import torch
 
 from tests import kept_process as kept
-from tests.kept_process import ProcessSetting, kept_process, settings
+from tests.kept_process import ProcessSetting, kept_process, let_children_hear_hangups, settings
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -39,6 +40,15 @@ def test_the_settings_are_what_they_were(tmp_path: Path) -> None:
         torch.set_default_dtype(torch.float64)
         assert sum(now != value for now, value in zip(values(), before, strict=True)) == 9
     assert (values(), os.getcwd()) == (before, folder)
+
+
+def test_what_runs_under_nohup_starts_processes_that_hear_hangups() -> None:
+    with kept_process():
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        let_children_hear_hangups()
+        signal.raise_signal(signal.SIGHUP)
+        show = "import signal; print(signal.getsignal(signal.SIGHUP) is signal.SIG_DFL)"
+        assert subprocess.run([sys.executable, "-c", show], capture_output=True, check=True).stdout == b"True\n"
 
 
 def test_a_removed_folder_keeps_nothing_from_being_restored(tmp_path: Path) -> None:

@@ -15,6 +15,8 @@ import pytest
 from docs.generate import __main__ as generate
 from tests import recorded_runs, work_queue
 from tests.cluster import READY_DEADLINE_S
+from tests.conftest import pytest_collection_modifyitems
+from tests.deadlines import SLOW_HANG_S
 from tests.recorded_runs import ROOT, folder_of
 from tests.work_queue import UNKNOWN_S, SharedFixtures, seconds_of
 
@@ -126,6 +128,20 @@ def test_a_worker_that_dies_fails_one_test_and_the_run_ends(tmp_path: Path, monk
     assert "crashed while running 'test_file_4_dies.py::test_that_dies'" in done.stdout
     lines = [line.split()[0] for line in log.read_text().splitlines()]
     assert sorted(lines) == sorted(["after", *4 * names])
+
+
+@pytest.mark.parametrize(("own_s", "longest_s"), [(None, SLOW_HANG_S), (5.0, SLOW_HANG_S), (9e9, 9e9)])
+def test_a_slow_test_ends_only_when_it_hangs(
+    own_s: float | None, longest_s: float, request: pytest.FixtureRequest
+) -> None:
+    slow, other = (pytest.Function.from_parent(request.node.parent, name=name, callobj=lambda: None) for name in "ab")
+    slow.add_marker("slow")
+    for item in (slow, other):
+        if own_s:
+            item.add_marker(pytest.mark.timeout(own_s))
+    pytest_collection_modifyitems([slow, other])
+    found = [item.get_closest_marker("timeout") for item in (slow, other)]
+    assert [one and one.args for one in found] == [(longest_s,), own_s and (own_s,)]
 
 
 def test_no_plugin_runs_a_failed_test_again() -> None:

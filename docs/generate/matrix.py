@@ -180,7 +180,8 @@ def _models() -> Row:
     latents = [titles.pop(name) for name, architecture in ARCHITECTURES.items() if architecture.rules.latent]
     mixtures = [titles.pop(name) for name in [*titles] if ARCHITECTURES[name].rules.experts]
     others = [
-        f"text models that keep states ({', '.join(states)}; tiny random ones on CPU, on a GPU only their kernels)",
+        f"text models that keep states ({', '.join(states)}; "
+        "tiny random ones compared on CPU, random weights timed on one H200)",
         f"models with latent attention ({', '.join(latents)}; tiny random ones on CPU)",
         "other decoders that keep no state but keys and values (by transformers' modules: correct, not fast; on a GPU "
         "only tiny models of six of them were compared)",
@@ -217,7 +218,10 @@ def _parallelism() -> Row:
 
 def _drafts() -> Row:
     names = [code(f"--speculation {name}") for name in _choices(SchedulerConfig, "speculation") if name != "none"]
-    texts = "of prompt, output and `prediction`; answers stay the same (off by default; not measured on GPUs)"
+    texts = (
+        "of prompt, output and `prediction`; answers stay the same (off by default; measured on H200s with recorded "
+        "answers)"
+    )
     return Row("[drafts](docs/drafts.md)", [], [f"{', '.join(names)}: {texts}"], [])
 
 
@@ -226,7 +230,10 @@ def _host_cache() -> Row:
         raise ValueError("nodes have no --host-cache-gb: correct docs/generate/matrix.py")
     if "disk_cache_dir" not in SETTINGS:
         raise ValueError("nodes have no --disk-cache-dir: correct docs/generate/matrix.py")
-    host = "prefixes that leave the GPU go on in host memory, and routers know it (off by default; gains simulated)"
+    host = (
+        "prefixes that leave the GPU go on in host memory, and routers know it (off by default; gains simulated, and "
+        "one slice of a trace measured)"
+    )
     disk = "those that leave host memory go on in files (nodes with `--tp 1`; not measured)"
     partly = [f"`--host-cache-gb`: {host}", f"`--disk-cache-dir`: {disk}"]
     return Row("[host cache](docs/host_cache.md)", [], partly, [])

@@ -23,7 +23,9 @@ from pd_kernels.triton_dependent_launch import early_options, launches_early, ot
 
 _BLOCK = 256  # pairs of a program: 1,024 take 4 us longer to sort. With many pairs, 512: fewer counts to add
 
-_MOST_AT_ONCE = 4096  # pairs that each program counts for itself, without a launch that counts
+# Pairs that each program counts for itself, without a launch that counts. Measured up to 1,152; a step of 2,304 lost
+# 57% with this and other changes (benchmarks/LOG.md), and which of them did it is not known
+_MOST_AT_ONCE = 2048
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from tests.connectors.mooncake_master import MooncakeMaster, needs_mooncake
 from tests.connectors.store_server import StoreServer, needs_lmcache
 from tests.deadlines import HANG_S
 from tests.integration.reference import NUM_NEW_TOKENS as NUM_PARITY_TOKENS
-from tests.integration.system import BLOCK_SIZE, Answer, wait_until
+from tests.integration.system import ANSWER_DEADLINE_S, BLOCK_SIZE, Answer, wait_until
 from tests.integration.test_parity import MOST_TIES, Tally, compare
 
 if TYPE_CHECKING:
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
-ANSWER_DEADLINE_S = 120.0
 NUM_NEW_TOKENS = 6
 LENGTHS = (1, 16, 17, 40, 64, 65, 150, 333)
 SOME_LENGTHS = (1, 16, 17, 150)  # no whole block, nor with what is computed in any case; one, several

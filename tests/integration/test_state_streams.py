@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.anyio, pytest.mark.timeout(300)]
 
 NUM_STREAMS = 2 * len(PROMPTS)  # greedy and seeded
-PREFILLED = 'pd_requests_total{endpoint="prefill",outcome="ok"}'
+LOCAL = 'pd_handoffs_total{prefill="local"}'  # computed where they go on: P has no state after a part of an answer
 
 
 @pytest.fixture
@@ -50,9 +50,9 @@ async def test_streams_go_on_at_another_decode_node(cluster: StreamCluster) -> N
     with cluster.spoken(first):
         calls = [cluster.call(number) for number in range(NUM_STREAMS)]
         await asyncio.gather(*(call.begun() for call in calls))
-        before = await prefill.metric(PREFILLED)
+        before = await second.metric(LOCAL)
         await kill(first)
         await asyncio.gather(*(cluster.check(number, call) for number, call in enumerate(calls)))
     assert await cluster.continued() >= 1
-    await prefill.wait_more(PREFILLED, before)
+    await second.wait_more(LOCAL, before)
     await asyncio.gather(*(wait_clean(node) for node in (prefill, second)))

@@ -15,7 +15,7 @@ import pytest
 from tests.cluster import Launcher
 from tests.integration.calls import Call, Outcome
 from tests.integration.number_model import save_tokenizer
-from tests.integration.system import Path, running_system
+from tests.integration.system import ANSWER_DEADLINE_S, Path, running_system
 from tests.worker.conftest import VOCAB_SIZE, ModelStore
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ async def serve(url: str, bodies: Sequence[dict[str, Any]], routes: Sequence[str
 
     async def one(body: dict[str, Any], route: str) -> Outcome | None:
         async with slots:
-            call = Call(url, body, route)
+            call = Call(url, body, route, deadline_s=ANSWER_DEADLINE_S)  # many wait for few blocks
             if not leaves(body):
                 return await call.outcome()
             await call.begun()

@@ -132,13 +132,9 @@ class Upgraded:
         """An old one. Returns its address, which its successor will have."""
         self._installed.symlink_to(old_tree)
         self._write_file()
-        inherited = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored under nohup, and then by routers too
-        try:
-            self._router = self._launcher.command(
-                "router", *ROUTER_FLAGS, f"--nodes-file={self._file}", environment=importing(self._installed), real=True
-            )
-        finally:
-            signal.signal(signal.SIGHUP, inherited)
+        self._router = self._launcher.command(
+            "router", *ROUTER_FLAGS, f"--nodes-file={self._file}", environment=importing(self._installed), real=True
+        )
         self.router_url = self._router.url
         for node in self.nodes.values():
             await self._join(node)

@@ -52,15 +52,11 @@ class Routers:
 
     def __init__(self, output: Path, *flags: str, stdin: int = subprocess.DEVNULL) -> None:
         self._output = output
-        inherited = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored under nohup, and then by routers too
-        try:
-            with output.open("wb") as stream:
-                self.first = subprocess.Popen(
-                    [sys.executable, "-m", "pd_router", "--port", "0", "--drain-s", "20", "--linger-s", "1", *flags],
-                    stdin=stdin, stdout=stream, stderr=stream, env=os.environ | {"PD_CLUSTER_KEY": KEY},
-                )  # fmt: skip
-        finally:
-            signal.signal(signal.SIGHUP, inherited)
+        with output.open("wb") as stream:
+            self.first = subprocess.Popen(
+                [sys.executable, "-m", "pd_router", "--port", "0", "--drain-s", "20", "--linger-s", "1", *flags],
+                stdin=stdin, stdout=stream, stderr=stream, env=os.environ | {"PD_CLUSTER_KEY": KEY},
+            )  # fmt: skip
         self.processes = [psutil.Process(self.first.pid)]
         self.url = ""
 
