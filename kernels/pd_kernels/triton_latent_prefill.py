@@ -23,6 +23,8 @@ from pd_kernels.launch_sizes import next_power_of_2, num_processors
 from pd_kernels.triton_decode import LOG2_E
 from pd_kernels.values import PrefillTiling
 
+ABSORBED_ROWS = 2048  # queries that attend absorbed at once, about: each head's has two vectors of the latent's size
+
 if TYPE_CHECKING:
     from pd_kernels.values import Ints, PackedSequences
 
@@ -144,13 +146,14 @@ def plan_chunks(
     lens, ends = packed.host_query_lens, packed.host_seq_lens
     starts = np.concatenate(([0], np.cumsum(lens)))
     is_absorbed = (lens < ABSORBED_QUERIES) & (ends > lens)
+    kinds = np.where(is_absorbed, 1 + starts[:-1] // ABSORBED_ROWS, 0)  # 0: expanded
     runs: list[ExpandedRun | AbsorbedRun] = []
-    for absorbed, group in groupby(range(len(lens)), lambda chunk: bool(is_absorbed[chunk])):
+    for kind, group in groupby(range(len(lens)), lambda chunk: int(kinds[chunk])):
         chunks = list(group)
         own = slice(chunks[0], chunks[-1] + 1)
         first, end = int(starts[own.start]), int(starts[own.stop])
         tables, counts = packed.block_tables[own], lens[own]
-        if absorbed:
+        if kind:
             places = packed.query_starts[own.start : own.stop + 1] - first
             rows = LatentRows(end - first, False, places, packed.seq_lens[own], tables, counts, ends[own])
             runs.append(AbsorbedRun(first, end, rows))

@@ -27,6 +27,7 @@ class LatentRules:
     is_interleaved: bool | None = None  # None: as `rope_interleave` says
     is_part_rotary: bool = False  # `partial_rotary_factor` is the rotary part of a query's head; else it is 1
     head_dim_rotates: bool = False  # `head_dim` is another name of `qk_rope_head_dim`
+    scale_grows: bool = True  # the scores' scale has YaRN's mscale of `mscale_all_dim`, squared
 
 
 def with_latent(
@@ -48,7 +49,7 @@ def with_latent(
     reader.refuse("qk_rope_head_dim", latent.rope % 2 != 0, "pairs of numbers rotate")
     settings = reader.within(field, rope_settings)
     every = settings.number("mscale_all_dim") if settings.optional("mscale_all_dim", 0) else 0.0
-    grows = kind == "yarn" and every and spec.rope.factor > 1
+    grows = rules.scale_grows and kind == "yarn" and every and spec.rope.factor > 1
     growth = 0.1 * every * math.log(spec.rope.factor) + 1 if grows else 1.0
     beta = settings.number("llama_4_scaling_beta") if settings.optional("llama_4_scaling_beta", 0) else 0.0
     original = settings.integer("original_max_position_embeddings", spec.rope.original_max_len or spec.max_len)

@@ -178,9 +178,8 @@ class Parameters:
         """
         parts = [name for names in stacks for name in names]
         weight = self._allocate(parts, len(own), len(stacks[0]) * num_rows, num_inputs)
-        if fused[0] and isinstance(weight, torch.Tensor):
-            first = weight[: fused[1] - own.start]
-            self.slots[fused[0]] = Slot(first, (fused[1], *weight.shape[1:]), start=own.start)
+        if fused[0]:
+            self._place_fused(fused[0], fused[1], own.start, weight)
         for number, names in enumerate(stacks):
             place = number - own.start if number in own else 0
             rows = Cut(num_rows, range(num_rows if number in own else 0))
@@ -188,6 +187,15 @@ class Parameters:
             for index, name in enumerate(names):
                 self._place(name, expert, index * num_rows, (rows,), Cut.of(num_inputs))
         return weight
+
+    def _place_fused(self, name: str, count: int, start: int, weight: Weight) -> None:
+        """Note that a tensor `name` of `count` experts may fill those of `weight`, quantized with a scale an expert."""
+        if isinstance(weight, torch.Tensor):
+            self.slots[name] = Slot(weight[: count - start], (count, *weight.shape[1:]), start=start)
+        elif self._quantization.scales is Scales.TENSOR:
+            values, scales = weight.values[: count - start], weight.scales[: count - start]
+            self.slots[name] = Slot(values, (count, *values.shape[1:]), start=start)
+            self.slots[f"{name}_scale"] = Slot(scales, (count, 1, 1), start=start)
 
     def tied_linear(self, kind: str, weight: torch.Tensor) -> Linear:
         """Make a Linear with a weight that another part of the model has allocated."""

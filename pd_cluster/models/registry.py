@@ -174,7 +174,9 @@ _MISTRAL4 = replace(
         "rope_type": "yarn", "rope_theta": 10000.0, "factor": 128.0, "original_max_position_embeddings": 8192,
         "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
     },
-    latent=LatentRules(rank=256, nope=64, query_rank=1024, is_part_rotary=True),
+    # Its converter writes `mscale_all_dim` whatever the model is; the released one has plain scores. transformers grew
+    # them 2.2 times in its #47435; in SGLang that lost accuracy (#26203)
+    latent=LatentRules(rank=256, nope=64, query_rank=1024, is_part_rotary=True, scale_grows=False),
     experts=ExpertsRules("moe_intermediate_size", default_normalized=True, is_grouped=True, num_shared=1),
 )  # fmt: skip
 ARCHITECTURES: dict[str, Architecture] = {

@@ -12,11 +12,12 @@ pytest.importorskip("triton", reason="the Triton kernels need triton")
 
 from pd_kernels.attention import AttentionShape
 from pd_kernels.attention_backends import choose_attention
-from pd_kernels.latent import LatentDims, LatentRows
+from pd_kernels.latent import ABSORBED_QUERIES, LatentDims, LatentRows
 from pd_kernels.latent_attention import LatentAttention
 from pd_kernels.latent_backend import TritonLatentBackend
 from pd_kernels.triton_latent import TritonLatent
 from pd_kernels.triton_latent_decode import head_groups, latent_tiling
+from pd_kernels.triton_latent_prefill import ABSORBED_ROWS, AbsorbedRun, plan_chunks
 from pd_kernels.values import StepOnDevice, StepSize
 from tests.kernels.latent_steps import Chunk, LatentStep, attended, make_step
 from tests.kernels.test_triton_attention import DEVICE, TOLERANCE
@@ -107,10 +108,21 @@ def test_two_bytes_attend_as_defined(block_size: int) -> None:
 def test_chunks_attend_as_defined(
     chunks: list[Chunk], dims: LatentDims, num_heads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Pieces begin and end within chunks, and have tokens of several."""
+    """Pieces begin and end within chunks, and have tokens of several. No more than so many rows attend absorbed."""
+    monkeypatch.setattr("pd_kernels.triton_latent_prefill.ABSORBED_ROWS", 20)
     monkeypatch.setattr("pd_kernels.triton_latent_prefill.ABSORBED_QUERIES", 25)
     monkeypatch.setattr("pd_kernels.triton_latent_prefill.PREFIX_PIECE", 50)
     check(make_step(chunks, num_heads=num_heads, dims=dims, block_size=16, dtype=torch.float32))
+
+
+def test_many_short_chunks_attend_absorbed_some_at_a_time() -> None:
+    """So a step of them alone needs about the memory of one long chunk, which a start measures."""
+    step = make_step([Chunk(20, 100), *[Chunk(20, 150)] * 40], num_heads=1, dims=DIMS, dtype=torch.float32)
+    runs = plan_chunks(step.packed, 1, 80, 16, torch.float32)
+    assert all(isinstance(run, AbsorbedRun) for run in runs)
+    assert [run.first for run in runs] == [0, *(run.end for run in runs[:-1])]
+    assert runs[-1].end == len(step.query)
+    assert max(run.end - run.first for run in runs) < ABSORBED_ROWS + ABSORBED_QUERIES
 
 
 def captured(step: LatentStep, size: StepSize) -> tuple[StepOnDevice, torch.Tensor]:

@@ -20,9 +20,9 @@ from tests.models.rank_weights import UNROUNDED
 from tests.models.state_models import load
 from tests.models.test_cut_models import check_equal
 from tests.models.thread_ranks import run_ranks
-from tests.worker.conftest import SavedModel
+from tests.worker.conftest import MODELS, SavedModel
 from tests.worker.driver import Driver, make_executor, random_prompts
-from tests.worker.quantized_models import BLOCKS, QuantizedCase, save_quantized
+from tests.worker.quantized_models import BLOCKS, MISTRAL, QuantizedCase, compressed, save_quantized
 from tests.worker.watched_executor import WatchedExecutor
 
 if TYPE_CHECKING:
@@ -41,6 +41,15 @@ _PLAIN = r"lm_head|.*mlp\.gate$"
 FLOAT8 = {
     "deepseek-v3": QuantizedCase("DeepseekV3", {**BLOCKS, "scale_fmt": "ue8m0"}, _PLAIN, _WIDE),
     "moonlight": QuantizedCase("DeepseekV3", BLOCKS, _PLAIN, {**_WIDE, "q_lora_rank": None}),
+    "glm4-lite": QuantizedCase(
+        "Glm4MoeLite", compressed(ignore=("re:.*lm_head", "re:.*mlp.gate$")), _PLAIN, {**_WIDE, "n_group": 1}
+    ),
+    "mistral4": QuantizedCase(
+        "Mistral4",
+        MISTRAL,
+        _PLAIN,
+        {**_WIDE, "rope_parameters": MODELS["mistral4"][1]["rope_parameters"] | {"partial_rotary_factor": 0.25}},
+    ),
 }
 TOLERANCE = 1e-4  # of the logits' deviation, where no row is rounded apart
 ROUNDED = 0.3
@@ -146,7 +155,7 @@ def test_weights_in_float8_are_those_of_transformers(tmp_path: Path, name: str) 
 def test_the_text_model_of_mistral_small_4_is_computed_as_in_transformers(tmp_path: Path) -> None:
     import transformers
 
-    from tests.worker.conftest import COMMON, MODELS
+    from tests.worker.conftest import COMMON, as_released
 
     torch.manual_seed(0)
     vision = {
@@ -155,7 +164,7 @@ def test_the_text_model_of_mistral_small_4_is_computed_as_in_transformers(tmp_pa
     }  # fmt: skip
     text = {**COMMON, **MODELS["mistral4"][1], "model_type": "mistral4"}
     config = transformers.Mistral3Config(text_config=text, vision_config={**vision, "model_type": "pixtral"})
-    model = transformers.Mistral3ForConditionalGeneration(config).eval()
+    model = as_released(transformers.Mistral3ForConditionalGeneration(config).eval())
     model.save_pretrained(tmp_path)
     saved, (prompt,) = SavedModel(tmp_path, model), random_prompts((40,), 320)
     driver = Driver(make_executor(tmp_path), budget=23)

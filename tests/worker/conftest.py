@@ -170,6 +170,14 @@ class SavedModel:
         return logits.float().log_softmax(-1)
 
 
+def as_released(model: Any) -> Any:
+    """The `model` with the scores of the released Mistral Small 4, where transformers has others: see the registry."""
+    for module in model.modules():
+        if type(module).__name__ == "Mistral4Attention":
+            module.scaling = module.qk_head_dim**-0.5
+    return model
+
+
 def save_model(kind: str, directory: Path, options: dict[str, Any], seed: int = 0) -> SavedModel:
     """A random model of transformers' `{kind}ForCausalLM`, norms, biases and sinks random too.
 
@@ -181,7 +189,7 @@ def save_model(kind: str, directory: Path, options: dict[str, Any], seed: int = 
     model_class = getattr(transformers, f"{kind}ForCausalLM")
     packed = options.get("packed", False)
     settings = {name: value for name, value in {**COMMON, **options}.items() if name != "packed"}
-    model = model_class(model_class.config_class(**settings)).eval()
+    model = as_released(model_class(model_class.config_class(**settings)).eval())
     is_offset = kind == "Gemma3" or hasattr(model.config, "linear_num_key_heads")  # its norms multiply by 1 more
     with torch.no_grad():
         for name, parameter in (*model.named_parameters(), *model.named_buffers()):
