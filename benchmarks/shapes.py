@@ -131,6 +131,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.8, "rms_norm_eps": 1e-5, "rope_theta": 1e6,
         "max_position_embeddings": 202752,
     },
+    "mistral-small-4-fp8": {  # its text model; float8 with one scale a tensor
+        **_LATENT, "architectures": ["Mistral4ForCausalLM"], "model_type": "mistral4", "hidden_size": 4096,
+        "intermediate_size": 12288, "num_hidden_layers": 36, "vocab_size": 131072, "num_attention_heads": 32,
+        "num_key_value_heads": 32, "q_lora_rank": 1024, "kv_lora_rank": 256, "qk_nope_head_dim": 64, "v_head_dim": 128,
+        "n_routed_experts": 128, "num_experts_per_tok": 4, "moe_intermediate_size": 2048, "n_shared_experts": 1,
+        "first_k_dense_replace": 0, "rms_norm_eps": 1e-6, "max_position_embeddings": 1048576,
+        "quantization_config": {"quant_method": "fp8", "activation_scheme": "static"},
+    },
     "deepseek-v3-5-layers": {  # a dense one, and four of the mixture
         **_DEEPSEEK, "hidden_size": 7168, "intermediate_size": 18432, "num_hidden_layers": 5, "vocab_size": 129280,
         "num_attention_heads": 128, "num_key_value_heads": 128, "q_lora_rank": 1536, "n_routed_experts": 256,

@@ -86,6 +86,7 @@ def test_rooflines_of_latents() -> None:
     ceilings = Ceilings(read=4.8e12, copy=4.8e12, matrix=790e12, quantized=1580e12)
     expected = {
         "moonlight": (1.08, 6.46, 7.36, 8.21, 171_000), "glm-4.7-flash": (1.50, 11.2, 13.8, 15.3, 113_000),
+        "mistral-small-4-fp8": (1.38, 16.2, 25.0, 26.0, 135_000),
     }  # fmt: skip
     for name, (*decodes, prefill) in expected.items():
         costs = ModelCosts(resolve_spec(Path(), CONFIGS[name]), SHAPES[name].weight_bytes)

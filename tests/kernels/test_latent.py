@@ -16,7 +16,7 @@ STEPS = {
     "decodes": [Chunk(40, 1), Chunk(0, 1), Chunk(15, 1), Chunk(16, 1), Chunk(700, 1)],
     "drafts": [Chunk(33, 1), Chunk(47, 4), Chunk(0, 3), Chunk(14, 1)],
     "prompts": [Chunk(0, 37), Chunk(0, 1), Chunk(0, 300)],
-    "after a prefix": [Chunk(100, 21), Chunk(33, ABSORBED_QUERIES), Chunk(16, 4)],
+    "after a prefix": [Chunk(100, 21), Chunk(33, ABSORBED_QUERIES), Chunk(20, ABSORBED_QUERIES - 1), Chunk(16, 4)],
     "mixed": [Chunk(9, 1), Chunk(64, 1), Chunk(20, MOST_ROWS), Chunk(20, MOST_ROWS + 1), Chunk(5, 2)],
 }
 

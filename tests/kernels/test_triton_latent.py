@@ -101,7 +101,7 @@ def test_two_bytes_attend_as_defined(block_size: int) -> None:
     [
         ([Chunk(0, 37), Chunk(0, 1), Chunk(0, 70)], OTHER, 3),
         ([Chunk(9, 1), Chunk(100, 21), Chunk(33, 18), Chunk(0, 20), Chunk(20, 17)], DIMS, 2),
-        ([Chunk(16, 30), Chunk(130, 50), Chunk(0, 45), Chunk(48, 41)], OTHER, 2),
+        ([Chunk(16, 30), Chunk(130, 50), Chunk(0, 45), Chunk(48, 41), Chunk(20, 24), Chunk(20, 25)], OTHER, 2),
     ],
     ids=["prompts", "absorbed", "expanded"],
 )

@@ -6,6 +6,7 @@ from math import inf
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
 
 from pd_cluster.errors import StartupError
 from pd_cluster.protocol.messages import AddRequest, Work
@@ -81,6 +82,19 @@ def test_a_preempted_sequence_goes_on(saved: SavedModel, start: Callable[..., Sc
     worker.run()
     assert worker.scheduler.counters[f"preemptions_{'swap' if swaps else 'recompute'}_total"] > 0
     assert largest_error(worker, saved.model) < TOLERANCE
+
+
+def test_two_runs_of_one_prompt_write_equal_bits(saved: SavedModel, start: Callable[..., ScheduledWorker]) -> None:
+    runs = [start(budget=37) for _ in range(2)]
+    for worker in runs:
+        for number, ids in enumerate(random_prompts((75, 40), VOCAB_SIZE)):
+            worker.add(f"{number}", ids, max_tokens=6)
+        worker.run()
+    (first,), (second,) = (worker.executor._cache.tensors for worker in runs)
+    written = first.isfinite()
+    assert written.sum() >= (75 + 40) * first.shape[2] * first.shape[-1]
+    assert torch.equal(written, second.isfinite())
+    assert torch.equal(first[written].view(torch.int32), second[written].view(torch.int32))
 
 
 @pytest.mark.parametrize("length", [5, 64, 75])
