@@ -120,7 +120,7 @@ def test_blocks_that_the_device_evicted_are_found_in_host_memory(
     head, one, other = random_prompts((64, 10, 20), VOCAB_SIZE)
     worker.add("first", [*head, *one], max_tokens=1)
     worker.run()
-    for number, ids in enumerate(random_prompts((140, 150, 160), VOCAB_SIZE, seed=3)):
+    for number, ids in enumerate(random_prompts((140, 150, 160), VOCAB_SIZE, seed=5)):  # of 3 one has experts at a tie
         worker.add(f"{number}", ids, max_tokens=1)
         worker.run()
     before = worker.blocks.host.num_loaded
