@@ -21,9 +21,8 @@ class Tail:
     """The rows that sample. Once the last layer's keys and values are written, only these rows are computed further."""
 
     rows: torch.Tensor  # int64 [R] into T, each its sequence's last token; R may be 0
-    plan: (
-        AttentionPlan | LatentPlan | None
-    )  # of R sequences of one query token each, for the last layer; None: attend with all T
+    # Of R sequences of one query token each, for the last layer; None: attend with all T
+    plan: AttentionPlan | LatentPlan | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(600)]
 
 BLOCK_BYTES = 3 * pool.SIZE * (24 + 8) * 4  # of three layers, in float32
-PROMPTS = {  # in this order, and the tokens and blocks that an empty node takes which has served those before
-    "long": (pool.LONG, 192, 12),
-    "shares a beginning": (pool.LONG[:144] + pool.TAIL, 192, 3),
-    "two blocks": (pool.SHORT, 16, 1),
-    "less than a block": (pool.SHORT[-5:], 0, 0),
+PROMPTS = {  # in this order, and the blocks that an empty node takes which has served those before
+    "long": (pool.LONG, 12),
+    "shares a beginning": (pool.LONG[:144] + pool.TAIL, 3),
+    "two blocks": (pool.SHORT, 1),
+    "less than a block": (pool.SHORT[-5:], 0),
 }
 
 
@@ -31,21 +31,21 @@ PROMPTS = {  # in this order, and the tokens and blocks that an empty node takes
 def test_new_nodes_take_prompts_from_the_pool(tmp_path: Path) -> None:
     saved = ModelStore(tmp_path).get("moonlight")
     save_tokenizer(saved.directory)
-    expected = {name: saved.generate(prompt, pool.NUM_TOKENS) for name, (prompt, _, _) in PROMPTS.items()}
+    expected = {name: saved.generate(prompt, pool.NUM_TOKENS) for name, (prompt, _) in PROMPTS.items()}
     sizes = (f"--block-size={pool.SIZE}", f"--min-remote-tokens={pool.TOO_LITTLE}", "--max-num-batched-tokens=64")
     with pool.lmcache() as flags:
         nodes = (f"--model={saved.directory}", *sizes, f"--pool-deadline-s={HANG_S}", *flags)
         with running_system(*nodes) as system:
             for path in pool.ROUTES:
-                for name, (prompt, _, _) in PROMPTS.items():
+                for name, (prompt, _) in PROMPTS.items():
                     assert token_ids(pool.ask(system, path, prompt)) == expected[name], (path, name)
             for node in system.urls:
                 pool.settled(system, node)
         with running_system(*nodes) as system:
             for path in pool.ROUTES:
-                for name, (prompt, num_tokens, num_blocks) in PROMPTS.items():
+                for name, (prompt, num_blocks) in PROMPTS.items():
                     node = pool.PREFILLERS[path]
                     before = pool.settled(system, node)
                     assert token_ids(pool.ask(system, path, prompt)) == expected[name], (path, name)
                     found = pool.changes(before, pool.settled(system, node), pool.HITS, pool.READ, pool.STORED)
-                    assert found == [num_tokens, num_blocks * BLOCK_BYTES, 0], (path, name)
+                    assert found == [num_blocks * pool.SIZE, num_blocks * BLOCK_BYTES, 0], (path, name)
