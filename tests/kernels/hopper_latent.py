@@ -43,11 +43,12 @@ def compile_kernel(kernel: Any, constants: dict[str, Any], **options: Any) -> An
 
 
 def compile_decode(dims: LatentDims, group: int, queries: int) -> Any:
-    tiling, columns = latent_tiling(torch.bfloat16), max(next_power_of_2(group * queries), 16)
+    tiling, rows = latent_tiling(torch.bfloat16), max(next_power_of_2(group * queries), 16)
     constants = {
         "GROUPS": 1, "GROUP": group, "RANK": dims.rank, "ROPE": dims.rope, "BLOCK_SIZE": 64, "QUERIES": queries,
-        "TILE": tiling.tile, "SEQS": 256, "COLUMNS": columns, "PROGRAMS": tiling.programs_per_processor * PROCESSORS,
-        "MERGED": max(8192 // (columns * dims.rank), 1), "PRECISION": "tf32", "SETUP": tiling.setup, "EARLY": True,
+        "TILE": tiling.tile, "SEQS": 256, "ROWS": rows, "PROGRAMS": tiling.programs_per_processor * PROCESSORS,
+        "MERGED": max(8192 // (rows * dims.rank), 1), "PRECISION": "tf32", "STAGES": tiling.num_stages,
+        "SETUP": tiling.setup, "EARLY": True,
     }  # fmt: skip
     return compile_kernel(_latent_kernel, constants, num_warps=tiling.num_warps, launch_pdl=True)
 

@@ -120,8 +120,8 @@ def test_tiles_of_latents_are_keys_and_values(which: list[str], tmp_path: Path) 
     for name, ptx in found["ptx"].items():
         shared = found["shared"][name]
         assert_registers_are_read(ptx, name)
-        assert "mma.sync" not in ptx, name
         if name.startswith("prefill"):
+            assert "mma.sync" not in ptx, name
             assert shared <= 227 << 10, name
             assert "wgmma.mma_async" in ptx, name
             continue
@@ -130,10 +130,9 @@ def test_tiles_of_latents_are_keys_and_values(which: list[str], tmp_path: Path) 
         assert not re.search(r"st\.global|atom\.", ahead), name
         if name.startswith("decode"):
             rank = 256 if "256" in name else 512
-            assert len(re.findall(r"wgmma\.mma_async", behind)) == 4 + rank // 16 + rank // 64 * 4, name
-            assert "ldmatrix" not in behind, name
-            assert "cp.async.bulk.prefetch.L2.global" in behind, name
-            assert 64 * (rank + 64) * 2 < shared <= 113 << 10, name
+            assert "mma.sync" in behind and "wgmma" not in behind, name  # of 16 rows; a warpgroup takes 64 at least
+            assert "cp.async.cg" in behind, name  # a tile comes while another one is multiplied
+            assert 32 * (rank + 64) * 2 < shared <= 113 << 10, name
             written = behind.split("atom.global.gpu.acq_rel.add", 1)[0]
             assert "bar.sync" in written.rpartition("st.global")[2], name
 
