@@ -6,7 +6,7 @@ keys and values, and for all heads of several queries. The work is divided as in
 sequence with up to QUERIES of its queries, and some of the heads if these are more than a tile takes.
 
 Products have (query, head) as rows and the cache's tokens as columns. With the cache's tokens as rows, as wide as a
-warpgroup's product, no tile came while another was multiplied: 16 heads of 128 sequences took 124 us a layer (one H200).
+warpgroup's product, no tile came while another was multiplied: 16 heads of 128 sequences took 124 us (an H200).
 """
 
 from __future__ import annotations
