@@ -242,7 +242,8 @@ def node_config(directory: str, namespace: argparse.Namespace, most: int = MAX_M
     return NodeConfig(
         model=ModelConfig(
             model=directory, load_format="dummy", dtype="bfloat16", device="cuda",
-            max_model_len=min(MAX_MODEL_LEN, most), seed=namespace.seed, kv_cache_dtype=namespace.kv_cache_dtype, tp=namespace.tp,
+            max_model_len=min(MAX_MODEL_LEN, most), seed=namespace.seed, kv_cache_dtype=namespace.kv_cache_dtype,
+            tp=namespace.tp,
         ),
         cache=CacheConfig(gpu_memory_utilization=0.9),
         scheduler=SchedulerConfig(
