@@ -69,7 +69,9 @@ def check(step: LatentStep, ops: TritonLatent | None = None) -> None:
 
 
 def compare(found: torch.Tensor, expected: torch.Tensor) -> None:
-    assert (found.double() - expected).abs().max() < TOLERANCE[found.dtype] * max(float(expected.std()), 1)
+    """Of two bytes the definition itself, which rounds keys and values as they are expanded, is twice as far away."""
+    most = max(float(expected.abs().max()) / 2, 1)
+    assert (found.double() - expected).abs().max() < TOLERANCE[found.dtype] * most
 
 
 @pytest.mark.parametrize(
