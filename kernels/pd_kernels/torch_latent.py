@@ -1,7 +1,6 @@
 """Latent attention in library calls: the definition of each result, on any device, in any dtype.
 
-A block of a layer is contiguous, so the gather is one `index_select` of blocks, as in `torch_attention`. Scores and
-sums are in float32, or in float64 where the tensors are.
+Scores and sums are in float32, or in float64 where the tensors are.
 """
 
 from __future__ import annotations
@@ -48,10 +47,9 @@ class TorchLatent:
         part.copy_(rope(part, new.cos, new.sin))
         latent = rms_norm(keys[:, :rank].contiguous(), new.norm, new.eps)
         own = torch.cat((latent, rope(keys[:, None, rank:], new.cos, new.sin)[:, 0]), 1)
-        block_size, width = cache.shape[1:]
+        block_size = cache.shape[1]
         blocks = torch.div(new.slot_mapping, block_size, rounding_mode="floor")
-        flat = cache.as_strided((_tokens(cache), width), (width, 1), cache.storage_offset())
-        flat.index_copy_(0, blocks * (cache.stride(0) // width - block_size) + new.slot_mapping, own)
+        cache[blocks, new.slot_mapping - blocks * block_size] = own
         return own
 
     def decode(
@@ -62,8 +60,8 @@ class TorchLatent:
             rows.plans.append(_plan_rows(rows, cache))
         query, out = torch.cat((query_latent, query_rope), 2), torch.empty_like(query_latent)
         for bucket in rows.plans[0]:
-            seen = _gather(cache, bucket.blocks).view(len(bucket.rows), -1, cache.shape[2])
-            seen = seen.masked_fill(bucket.hidden.transpose(1, 2), 0)  # 0 times a number that is not written may be NaN
+            seen = cache[bucket.blocks].view(len(bucket.rows), -1, cache.shape[2])
+            seen.masked_fill_(bucket.hidden.transpose(1, 2), 0)  # 0 times a number that is not written may be NaN
             scores = torch.bmm(query[bucket.rows], seen.transpose(1, 2)).to(_wide(query)) * scale
             weights = scores.masked_fill_(bucket.hidden, -torch.inf).softmax(-1)
             out[bucket.rows] = torch.bmm(weights.to(query.dtype), seen[..., : query_latent.shape[2]])
@@ -84,7 +82,7 @@ class TorchLatent:
         for index, (count, length) in enumerate(zip(packed.host_query_lens, packed.host_seq_lens, strict=True)):
             rows = slice(start, start := start + int(count))
             table = packed.block_tables[index, : -(-int(length) // cache.shape[1])].long()
-            before = _gather(cache, table).view(-1, cache.shape[2])[: int(length - count)]
+            before = cache[table].flatten(0, 1)[: int(length - count)]
             _attend_chunk(query[rows], own[rows], expand, before, scale, out[rows])
 
 
@@ -105,21 +103,6 @@ class TorchLatentBackend:
 
 def _wide(like: torch.Tensor) -> torch.dtype:
     return torch.promote_types(like.dtype, torch.float32)
-
-
-def _tokens(cache: torch.Tensor) -> int:
-    """Rows of one token that a flat view from the layer's first to its last one spans."""
-    return (len(cache) - 1) * cache.stride(0) // cache.shape[2] + cache.shape[1]
-
-
-def _gather(cache: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
-    """The blocks (int64 [n]) of one layer, dense: [n, block_size * width]."""
-    tile = cache.shape[1] * cache.shape[2]
-    if cache.stride(0) % tile:  # blocks lie in memory that several groups share
-        return cache[blocks].flatten(1)
-    step = cache.stride(0) // tile
-    flat = cache.as_strided(((len(cache) - 1) * step + 1, tile), (tile, 1), cache.storage_offset())
-    return flat.index_select(0, blocks * step)
 
 
 def _plan_rows(rows: LatentRows, cache: torch.Tensor) -> list[RowBucket]:
