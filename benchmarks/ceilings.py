@@ -87,6 +87,8 @@ class ModelCosts:
 
     @property
     def kv_token_bytes(self) -> int:
+        if (latent := self.spec.latent) is not None:
+            return self.spec.num_layers * latent.width * self.kv_itemsize
         return 2 * self.spec.num_layers * self.spec.num_kv_heads * self.spec.head_dim * self.kv_itemsize
 
     def experts_hit(self, num_tokens: int) -> float:
@@ -112,7 +114,8 @@ class ModelCosts:
         """
         s = self.spec
         keys = sum(self._keys_seen(length) for length in lengths)
-        attention = 4 * s.num_heads * s.head_dim * keys
+        value_dim = s.head_dim if s.latent is None else s.latent.value
+        attention = 2 * s.num_heads * (s.head_dim + value_dim) * keys
         if (state := s.state) is not None:
             piece = 4 * STATE_DISTANCE * state.key_dim + 3 * state.key_dim * state.value_dim
             attention += 2 * len(state.layers) * state.value_heads * piece * sum(lengths)

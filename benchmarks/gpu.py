@@ -237,12 +237,13 @@ def run_gpu_table(namespace: argparse.Namespace) -> int:
     return 0
 
 
-def node_config(directory: str, namespace: argparse.Namespace) -> NodeConfig:
-    """The engine's settings for the table."""
+def node_config(directory: str, namespace: argparse.Namespace, most: int = MAX_MODEL_LEN) -> NodeConfig:
+    """The engine's settings for the table. `most`: tokens of a sequence that the model takes."""
     return NodeConfig(
         model=ModelConfig(
-            model=directory, load_format="dummy", dtype="bfloat16", device="cuda", max_model_len=MAX_MODEL_LEN,
-            seed=namespace.seed, kv_cache_dtype=namespace.kv_cache_dtype, tp=namespace.tp,
+            model=directory, load_format="dummy", dtype="bfloat16", device="cuda",
+            max_model_len=min(MAX_MODEL_LEN, most), seed=namespace.seed, kv_cache_dtype=namespace.kv_cache_dtype,
+            tp=namespace.tp,
         ),
         cache=CacheConfig(gpu_memory_utilization=0.9),
         scheduler=SchedulerConfig(
@@ -257,7 +258,8 @@ def measure_shape(shape: Shape, ceilings: Ceilings, namespace: argparse.Namespac
     """Measure all rows of a shape, then append the record."""
     with tempfile.TemporaryDirectory(prefix="pd-bench-") as directory:
         Path(directory, "config.json").write_text(json.dumps(shape.config), encoding="utf-8")
-        config = node_config(directory, namespace)
+        most = shape.config.get("max_position_embeddings", MAX_MODEL_LEN)
+        config = node_config(directory, namespace, most)
         progress: list[str] = []
 
         def hear(text: str) -> None:

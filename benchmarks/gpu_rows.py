@@ -105,6 +105,10 @@ _ROWS: dict[str, tuple[GpuRow, ...]] = {
     "qwen3.6-35b-a3b-fp8": _short_rows({1: None, 32: None, 128: None, 256: None}, (None, None), None),
     "qwen3-next-80b-fp8": _short_rows({1: None, 8: None, 32: None, 128: None, 256: None}, (None, None), None),
     "qwen3.8-27b-fp8": _short_rows({1: None, 32: None, 128: None, 256: None}, (None, None), None),
+    "moonlight": _short_rows({1: None, 32: None, 128: None, 256: None}, (None, None), None),
+    "glm-4.7-flash": _short_rows({1: None, 32: None, 128: None, 256: None}, (None, None), None),
+    "mistral-small-4-fp8": _short_rows({1: None, 32: None, 128: None, 256: None}, (None, None), None),
+    "deepseek-v3-5-layers": _short_rows({1: None, 32: None, 128: None, 256: None}, (None, None), None),  # on four GPUs
     "70b-fp8": _short_rows({1: None, 32: None, 128: None}, (None, None), None),
 }  # fmt: skip
 SHAPES = {name: Shape(name, CONFIGS[name], rows) for name, rows in _ROWS.items()}

@@ -21,10 +21,12 @@ import numpy as np
 import torch
 
 from benchmarks.kernel_time import KernelTime, measure_ceilings, seconds_of
+from benchmarks.latent_rows import latent_rows
 from benchmarks.state_rows import state_rows
 from pd_kernels.attention import AttentionShape
 from pd_kernels.attention_backends import choose_attention
 from pd_kernels.backends import TORCH, Kernels
+from pd_kernels.latent import LatentPlan
 from pd_kernels.selection import select_kernels
 from pd_kernels.values import Draws, HeadNorms, KeysValues, NewTokens, PackedSequences
 
@@ -106,6 +108,7 @@ def attention_rows() -> Iterator[KernelTime]:
 def _attention_seconds(contexts: Sequence[int], query_len: int) -> float:
     problem = make_attention(contexts, query_len)
     plan = problem.attention.plan(problem.packed)
+    assert not isinstance(plan, LatentPlan)
     return seconds_of([partial(plan.run, problem.query, view, HEAD_DIM**-0.5) for view in problem.views])
 
 
@@ -135,6 +138,7 @@ def _new_tokens(problem: Attention) -> tuple[torch.Tensor, NewTokens]:
 def _in_two_launches(kernels: Kernels, problem: Attention) -> list[Callable[[], object]]:
     heads, new = _new_tokens(problem)
     plan = problem.attention.plan(problem.packed)
+    assert not isinstance(plan, LatentPlan)
 
     def run(layer: int) -> torch.Tensor:
         views = problem.views[layer]
@@ -233,6 +237,7 @@ def rows(kernels: Kernels) -> Iterator[KernelTime]:
         yield from sampling_rows(kernels, num_rows)
     yield from copy_rows(kernels)
     yield from state_rows(kernels.state)
+    yield from latent_rows()
 
 
 def main(arguments: Sequence[str] = ()) -> int:

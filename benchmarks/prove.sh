@@ -37,12 +37,14 @@ raced=("${kernels[@]}" -k "small_tiles and gqa-80-20 or padded_steps and gqa-80-
 mixtures=(tests/kernels/test_triton_experts.py tests/kernels/test_triton_quantize.py
     tests/kernels/test_triton_quantized_product.py tests/kernels/test_triton_attention.py
     tests/kernels/test_triton_new_token.py tests/kernels/test_packed_experts.py
-    tests/kernels/test_triton_draft_attention.py tests/kernels/test_triton_state.py)
+    tests/kernels/test_triton_draft_attention.py tests/kernels/test_triton_state.py
+    tests/kernels/test_triton_latent.py)
 mixtures_checked=("${mixtures[@]}" -k "not real and not captured and not tiling and not refused and not without_float8 and not same_tiles \
     and not 33-1152-4096 and not 64-96-2048 and not compile and not 120b and not pair_fills \
     and (not (triton_attention or triton_new_token) or an_fp8_cache or sinks)")
 mixtures_raced=("${mixtures[@]}" -k "test_route and 20-96-3 or sorted and 50-3 or test_experts and 20-5 or in_float8 and 20-256 or order_of_the_others and 20 \
-    or prompts_beside and float16 or decodes_with and float16 or test_rows and 4-1280 or test_norms and 4-1280 or test_activations and 4-1280") # nor here Gluon's ring: see above
+    or prompts_beside and float16 or decodes_with and float16 or test_rows and 4-1280 or rows_of_small and 10-chunks4 or chunks_attend and absorbed \
+    or test_norms and 4-1280 or test_activations and 4-1280") # nor here Gluon's ring: see above
 worked=(tests/worker/test_worker_cuda.py tests/worker/test_few_rows.py
     -k "greedy and qwen3 and not windows or ahead or few_rows and on_a_gpu and (1-64 or 20-64)")
 

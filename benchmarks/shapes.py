@@ -83,6 +83,14 @@ _QWEN35 = {  # the text model of Qwen3.6-35B-A3B
         ],
     },
 }  # fmt: skip
+_LATENT = {
+    "attention_bias": False, "bos_token_id": None, "eos_token_id": None, "hidden_act": "silu", "dtype": "bfloat16",
+    "tie_word_embeddings": False, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "norm_topk_prob": True,
+}  # fmt: skip
+_DEEPSEEK = {
+    **_LATENT, "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc", "qk_nope_head_dim": 128, "v_head_dim": 128, "first_k_dense_replace": 1,
+}  # fmt: skip
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "8b": _8B,
@@ -109,6 +117,41 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True, "rope_theta": 1e7,
         "partial_rotary_factor": 0.25, "rope_parameters": None,
     },
+    "moonlight": {  # Moonlight-16B-A3B
+        **_DEEPSEEK, "hidden_size": 2048, "intermediate_size": 11264, "num_hidden_layers": 27, "vocab_size": 163840,
+        "num_attention_heads": 16, "num_key_value_heads": 16, "q_lora_rank": None, "n_routed_experts": 64,
+        "num_experts_per_tok": 6, "moe_intermediate_size": 1408, "n_shared_experts": 2, "n_group": 1, "topk_group": 1,
+        "routed_scaling_factor": 2.446, "rms_norm_eps": 1e-5, "rope_theta": 5e4, "max_position_embeddings": 8192,
+    },
+    "glm-4.7-flash": {
+        **_LATENT, "architectures": ["Glm4MoeLiteForCausalLM"], "model_type": "glm4_moe_lite", "hidden_size": 2048,
+        "intermediate_size": 10240, "num_hidden_layers": 47, "vocab_size": 154880, "num_attention_heads": 20,
+        "num_key_value_heads": 20, "q_lora_rank": 768, "qk_nope_head_dim": 192, "v_head_dim": 256,
+        "n_routed_experts": 64, "num_experts_per_tok": 4, "moe_intermediate_size": 1536, "n_shared_experts": 1,
+        "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.8, "rms_norm_eps": 1e-5, "rope_theta": 1e6,
+        "max_position_embeddings": 202752,
+    },
+    "mistral-small-4-fp8": {  # its text model; float8 with one scale a tensor
+        **_LATENT, "architectures": ["Mistral4ForCausalLM"], "model_type": "mistral4", "hidden_size": 4096,
+        "intermediate_size": 12288, "num_hidden_layers": 36, "vocab_size": 131072, "num_attention_heads": 32,
+        "num_key_value_heads": 32, "q_lora_rank": 1024, "kv_lora_rank": 256, "qk_nope_head_dim": 64, "v_head_dim": 128,
+        "n_routed_experts": 128, "num_experts_per_tok": 4, "moe_intermediate_size": 2048, "n_shared_experts": 1,
+        "first_k_dense_replace": 0, "rms_norm_eps": 1e-6, "max_position_embeddings": 1048576,
+        "quantization_config": {"quant_method": "fp8", "activation_scheme": "static"},
+    },
+    "deepseek-v3-5-layers": {  # a dense one, and four of the mixture
+        **_DEEPSEEK, "hidden_size": 7168, "intermediate_size": 18432, "num_hidden_layers": 5, "vocab_size": 129280,
+        "num_attention_heads": 128, "num_key_value_heads": 128, "q_lora_rank": 1536, "n_routed_experts": 256,
+        "num_experts_per_tok": 8, "moe_intermediate_size": 2048, "n_shared_experts": 1, "n_group": 8, "topk_group": 4,
+        "routed_scaling_factor": 2.5, "rms_norm_eps": 1e-6, "rope_theta": 1e4, "max_position_embeddings": 163840,
+        "rope_scaling": {
+            "type": "yarn", "factor": 40, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 4096,
+        },
+        "quantization_config": {
+            "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128],
+        },
+    },
     "70b-fp8": {**_70B, "quantization_config": _FP8_CHANNELS},
     "tiny": {
         **_LLAMA, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -116,7 +159,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "rope_theta": 10000.0, "tie_word_embeddings": True,
     },
 }  # fmt: skip
-"""config.json for shapes of Llama 3.1 and 3.3, Qwen3, Qwen3-Next, Qwen3.6 and 3.8, Gemma 3 and gpt-oss, and for tests.
+"""config.json for shapes of Llama 3.1 and 3.3, Qwen3, Qwen3-Next, Qwen3.6 and 3.8, Gemma 3, gpt-oss and models with
+latent attention, and for tests.
 
 Weights in fp8: one scale a tensor (`8b-fp8`), a scale for 128 x 128 numbers (`30b-a3b-fp8` and those with states), one
 a row (`70b-fp8`).

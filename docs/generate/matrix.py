@@ -32,10 +32,14 @@ BODY_FIELDS = frozenset(ChatBody.__struct_fields__) | frozenset(CompletionBody._
 SETTINGS = frozenset(item.name for kind in NodeConfig.sections().values() for item in fields(kind))
 PATHS = frozenset(one.path for one in ENDPOINTS)
 MODEL_TITLES = {
+    "DeepseekV2ForCausalLM": "DeepSeek-V2",
+    "DeepseekV3ForCausalLM": "DeepSeek-V3, R1, Moonlight and Kimi-K2",
     "Gemma3ForCausalLM": "Gemma 3 (text)",
     "Glm4MoeForCausalLM": "GLM-4.5",
+    "Glm4MoeLiteForCausalLM": "GLM-4.7-Flash",
     "GptOssForCausalLM": "gpt-oss",
     "MiniMaxM2ForCausalLM": "MiniMax-M2",
+    "Mistral4ForCausalLM": "Mistral Small 4 (text)",
     "Qwen2MoeForCausalLM": "Qwen2-MoE",
     "Qwen3MoeForCausalLM": "Qwen3-MoE",
     "Qwen3NextForCausalLM": "Qwen3-Next",
@@ -173,10 +177,12 @@ def rows() -> list[Row]:
 def _models() -> Row:
     titles = {name: MODEL_TITLES.get(name, name.removesuffix("ForCausalLM")) for name in ARCHITECTURES}
     states = [titles.pop(name) for name, architecture in ARCHITECTURES.items() if architecture.rules.has_states]
+    latents = [titles.pop(name) for name, architecture in ARCHITECTURES.items() if architecture.rules.latent]
     mixtures = [titles.pop(name) for name in [*titles] if ARCHITECTURES[name].rules.experts]
     others = [
         f"text models that keep states ({', '.join(states)}; "
         "tiny random ones compared on CPU, random weights timed on one H200)",
+        f"models with latent attention ({', '.join(latents)}; tiny random ones on CPU)",
         "other decoders that keep no state but keys and values (by transformers' modules: correct, not fast; on a GPU "
         "only tiny models of six of them were compared)",
     ]

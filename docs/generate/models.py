@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from docs.generate.document import code, table
-from pd_cluster.models.hf_config import ExpertsRules, Windows
+from pd_cluster.models.hf_config import Windows
 from pd_cluster.models.missing_parts import MISSING_PARTS
 from pd_cluster.models.registry import ARCHITECTURES
 from pd_cluster.models.rope_kinds import ROPE_KINDS
 from pd_cluster.models.tensor_names import IGNORED
 from pd_cluster.models.wrapper import WRAPPERS
+
+if TYPE_CHECKING:
+    from pd_cluster.models.experts_config import ExpertsRules
 
 DOCUMENT = "docs/models.md"
 _WINDOWS = {

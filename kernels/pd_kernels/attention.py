@@ -12,7 +12,10 @@ if TYPE_CHECKING:
     import torch
 
     from pd_kernels.chunk_tiles import ChunkTiles
+    from pd_kernels.latent import LatentDims, LatentPlan
     from pd_kernels.values import KeysValues, NewTokens, PackedSequences, StepOnDevice, StepSize
+
+NO_LATENT = "has no latent keys"  # why a backend of keys and values does not serve a latent group
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +37,7 @@ class AttentionShape:
     window: int = 0  # tokens; 0: full attention
     has_fp8_cache: bool = False  # the cache's dtype is `fp8_cache.FP8` instead of `dtype`
     has_sinks: bool = False  # each head sees one more key, without a value: see AttentionPlan.run
+    latent: LatentDims | None = None  # the group is [num_blocks, 1, num_layers, block_size, head_dim]: see `latent.py`
 
     @property
     def heads_per_kv_head(self) -> int:
@@ -78,7 +82,7 @@ class Replayable(Protocol):
     def tiles(self) -> ChunkTiles:
         """How the host cuts the chunks of such a step into tiles."""
 
-    def plan(self, step: StepOnDevice) -> AttentionPlan:
+    def plan(self, step: StepOnDevice) -> AttentionPlan | LatentPlan:
         """Plan a captured step. The graph captures the planning together with the runs of the plan.
 
         A replay reads the lengths and block tables of its step on the device.
@@ -88,8 +92,8 @@ class Replayable(Protocol):
 class GroupAttention(Protocol):
     """Attention of one group of layers on one device."""
 
-    def plan(self, packed: PackedSequences) -> AttentionPlan:
-        """Plan the attention of a step. Does not wait for the device."""
+    def plan(self, packed: PackedSequences) -> AttentionPlan | LatentPlan:
+        """Plan the attention of a step. Does not wait for the device. Of a latent group it is a LatentPlan."""
 
     def captured(self, size: StepSize) -> Replayable | None:
         """Attention of captured steps of `size`.

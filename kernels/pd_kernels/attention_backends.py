@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pd_kernels.hopper_attention import HopperBackend
+from pd_kernels.latent_backend import TritonLatentBackend
 from pd_kernels.torch_attention import TorchBackend
+from pd_kernels.torch_latent import TorchLatentBackend
 from pd_kernels.triton_attention import TritonBackend
 
 if TYPE_CHECKING:
@@ -17,7 +19,9 @@ if TYPE_CHECKING:
     from pd_kernels.attention import AttentionBackend, AttentionShape
 
 ANY = "auto"
-ATTENTION_BACKENDS: tuple[AttentionBackend, ...] = (HopperBackend(), TritonBackend(), TorchBackend())
+ATTENTION_BACKENDS: tuple[AttentionBackend, ...] = (
+    HopperBackend(), TritonBackend(), TorchBackend(), TritonLatentBackend(), TorchLatentBackend(),
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
+from pd_kernels.attention import NO_LATENT
+
 if TYPE_CHECKING:
     from pd_kernels.attention import AttentionShape, GroupAttention
 
@@ -48,6 +50,8 @@ class HopperBackend:
 
 def refusal(shape: AttentionShape) -> str:
     """Why the Gluon kernel does not support the shape of a group; "" if it does."""
+    if shape.latent is not None:
+        return NO_LATENT
     if shape.window:
         return "has no windows"
     if shape.dtype not in _DTYPES:

@@ -46,6 +46,13 @@ class QuantizedWeight:
         """The weight [out, in] of one expert."""
         return QuantizedWeight(self.values[number], self.scales[number], self.is_blocks)
 
+    def widened(self, dtype: torch.dtype) -> torch.Tensor:
+        """The numbers, of a weight [out, in]."""
+        scales, (num_outputs, num_inputs) = self.scales, self.values.shape
+        if self.is_blocks:
+            scales = scales.repeat_interleave(BLOCK, 0)[:num_outputs].repeat_interleave(BLOCK, 1)[:, :num_inputs]
+        return self.values.float().mul_(scales).to(dtype)
+
     def rows(self, start: int, end: int) -> QuantizedWeight:
         """The rows from `start` to `end`. Raises ValueError if `start` is inside a block."""
         height = BLOCK if self.is_blocks else 1

@@ -280,7 +280,10 @@ def _choose(ranks: list[float], routing: Routing) -> list[int]:
     size = len(ranks) // routing.num_groups
     groups = [range(first, first + size) for first in range(0, len(ranks), size)]
     if routing.num_groups > 1:
-        best = sorted(groups, key=lambda group: (-sum(sorted((ranks[i] for i in group), reverse=True)[:2]), group[0]))
+        most = routing.group_best
+        best = sorted(
+            groups, key=lambda group: (-sum(sorted((ranks[i] for i in group), reverse=True)[:most]), group[0])
+        )
         groups = best[: routing.groups_chosen]
     allowed = [expert for group in groups for expert in group]
     return sorted(allowed, key=lambda expert: (-ranks[expert], expert))[: routing.num_chosen]

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from pd_kernels.attention import NO_LATENT
 from pd_kernels.checks import check_cache, check_query, output
 
 if TYPE_CHECKING:
@@ -116,13 +117,13 @@ class TorchAttention:
 
 @dataclass(frozen=True, slots=True)
 class TorchBackend:
-    """An AttentionBackend for any device and any group."""
+    """An AttentionBackend for any device and any group of keys and values."""
 
     name: ClassVar[str] = "torch"
 
     def why_not(self, shape: AttentionShape, device: torch.device) -> str:
         """See AttentionBackend."""
-        return ""
+        return NO_LATENT if shape.latent is not None else ""
 
     def attention(self, shape: AttentionShape, device: torch.device) -> TorchAttention:
         """See AttentionBackend."""

@@ -54,7 +54,7 @@ def _best(ranks: torch.Tensor, count: int) -> torch.Tensor:
 def _of_best_groups(ranks: torch.Tensor, routing: Routing) -> torch.Tensor:
     """`ranks` [T, E] with -inf for the experts of other groups than the best."""
     groups = ranks.view(len(ranks), routing.num_groups, -1)
-    best = _best(groups.topk(2, dim=-1).values.sum(-1), routing.groups_chosen)
+    best = _best(groups.topk(routing.group_best, dim=-1).values.sum(-1), routing.groups_chosen)
     kept = torch.zeros(groups.shape[:2], dtype=torch.bool, device=ranks.device).scatter_(1, best, True)
     return ranks.masked_fill(~kept.repeat_interleave(groups.shape[2], 1), -torch.inf)
 

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
+from pd_kernels.attention import NO_LATENT
+
 if TYPE_CHECKING:
     from pd_kernels.attention import AttentionShape, GroupAttention
 
@@ -24,6 +26,8 @@ class TritonBackend:
             return "needs a GPU"
         if importlib.util.find_spec("triton") is None:
             return "needs the package triton"
+        if shape.latent is not None:
+            return NO_LATENT
         most = 32 if shape.dtype is torch.float32 else 64  # rows of the smallest tile of `prefill_tiling`
         if shape.heads_per_kv_head > most:
             return f"{shape.heads_per_kv_head} query heads share a KV head, at most {most} may"

@@ -38,7 +38,7 @@ def one_token(
 
 
 @triton.jit
-def _ask(address, num_bytes):
+def ask_for(address, num_bytes):
     """Let the L2 cache load bytes at `address`, both multiples of 16; none if `num_bytes` is 0 or less."""
     tl.inline_asm_elementwise(
         """
@@ -70,10 +70,10 @@ def ask_for_tile(
     if EARLY and BLOCK_SIZE % TILE == 0 and SIZE * BYTES % 16 == 0:
         place = tl.load(table + start // BLOCK_SIZE).to(tl.int64) * block_stride + start % BLOCK_SIZE * SIZE
         num_bytes = tl.minimum(num_stored - start, TILE) * (SIZE * BYTES)
-        _ask((keys + place).to(tl.int64), num_bytes)
+        ask_for((keys + place).to(tl.int64), num_bytes)
         if BYTES == 1:
             place = place // 2  # `values` are pairs
-        _ask((values + place).to(tl.int64), num_bytes)
+        ask_for((values + place).to(tl.int64), num_bytes)
 
 
 @triton.jit

@@ -143,8 +143,8 @@ class Draws:
 class Routing:
     """How a router's products with a token become the experts of the token and their scores.
 
-    Experts are chosen by their scores plus the router's bias, if it has one. With several groups, a group's rank is the
-    sum of its two best, and only experts of the best groups can be chosen (DeepSeek-V3, arXiv 2412.19437, section 2.1).
+    Experts are chosen by their scores plus the router's bias, if it has one. With several groups, only experts of the
+    best groups can be chosen (DeepSeek-V3, arXiv 2412.19437, section 2.1: by the sums of the two best of each).
     """
 
     num_chosen: int  # experts of a token
@@ -153,6 +153,7 @@ class Routing:
     factor: float = 1.0  # on the scores, at the end
     num_groups: int = 1  # groups of experts with adjacent numbers
     groups_chosen: int = 1
+    group_best: int = 2  # a group's rank is the sum of so many of its best (1: DeepSeek-V2)
     biases_products: bool = False  # the router's bias is added to the products instead
     has_shared: bool = False  # every token has one more expert, the last. The router's last row is its gate
 

@@ -181,7 +181,7 @@ class Decoder(ABC, Generic[FamilyLayer]):
 
     def finish_loading(self) -> None:
         """See Model."""
-        self._parameters.slots.clear()
+        self._parameters.finish()
         self._use_few_rows()  # before the weights are put into another layout
         for kind, linears in self._linears.items():
             for linear in linears:

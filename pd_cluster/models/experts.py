@@ -39,7 +39,11 @@ class ExpertNames:
 USUAL_NAMES = ExpertNames("mlp", gate="gate_proj", up="up_proj", down="down_proj")
 NAMES = {  # by architecture, where they differ
     "MixtralForCausalLM": ExpertNames("block_sparse_moe", gate="w1", up="w3", down="w2"),
-    "Glm4MoeForCausalLM": replace(USUAL_NAMES, shared="shared_experts"),
+    **dict.fromkeys(
+        ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeForCausalLM", "Glm4MoeLiteForCausalLM"),
+        replace(USUAL_NAMES, shared="shared_experts"),
+    ),
+    "Mistral4ForCausalLM": replace(USUAL_NAMES, shared="shared_experts", may_fuse=True),
     "Qwen3_5MoeForCausalLM": replace(USUAL_NAMES, may_fuse=True),
     "MiniMaxM2ForCausalLM": ExpertNames("block_sparse_moe", "w1", "w3", "w2", bias="e_score_correction_bias"),
 }
@@ -127,8 +131,9 @@ def make_experts(
     fused = [(f"{block}.experts.{name}" if names.may_fuse else "", count) for name in ("gate_up_proj", "down_proj")]
     gates_and_ups = [[f"{expert}.{part}" for part in (names.gate, names.up)] for expert in experts]
     routing = Routing(
-        spec.num_chosen, spec.normalized, spec.is_sigmoid, spec.factor, spec.num_groups, spec.groups_chosen
-    )
+        spec.num_chosen, spec.normalized, spec.is_sigmoid, spec.factor, spec.num_groups, spec.groups_chosen,
+        spec.group_best,
+    )  # fmt: skip
     return Experts(
         kernels=kernels,
         routing=replace(routing, has_shared=joins),

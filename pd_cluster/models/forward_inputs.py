@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     import torch
 
     from pd_kernels.attention import AttentionPlan
+    from pd_kernels.latent import LatentPlan
     from pd_kernels.state import StatePlan
     from pd_kernels.values import PackedSequences
 
@@ -20,7 +21,8 @@ class Tail:
     """The rows that sample. Once the last layer's keys and values are written, only these rows are computed further."""
 
     rows: torch.Tensor  # int64 [R] into T, each its sequence's last token; R may be 0
-    plan: AttentionPlan | None  # of R sequences of one query token each, for the last layer; None: attend with all T
+    # Of R sequences of one query token each, for the last layer; None: attend with all T
+    plan: AttentionPlan | LatentPlan | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +32,7 @@ class ForwardInputs:
     token_ids: torch.Tensor  # int64 [T]
     positions: torch.Tensor  # int64 [T]
     slot_mappings: Sequence[torch.Tensor]  # int64 [T], by KV group
-    plans: Sequence[AttentionPlan]  # by KV group
+    plans: Sequence[AttentionPlan | LatentPlan]  # by KV group
     tail: Tail | None  # the rows that get logits; None: all T
     sequences: Sequence[PackedSequences] | None = None  # by KV group; None: in captured steps
     states: StatePlan | None = None  # of the group of states; None: the model has none

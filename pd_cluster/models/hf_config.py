@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from pd_cluster.errors import StartupError, UnservedModel
 from pd_cluster.models.config_reader import FLOAT32_MAX, ConfigReader
+from pd_cluster.models.experts_config import ExpertsRules, read_experts
+from pd_cluster.models.latent_config import LatentRules, with_latent
 from pd_cluster.models.quantization import BYTES_OF_FORM, read_quantization
 from pd_cluster.models.rope_kinds import ROPE_KINDS
-from pd_cluster.models.spec import ExpertsSpec, ModelSpec, RopeSpec
+from pd_cluster.models.spec import ModelSpec, RopeSpec
 from pd_cluster.models.state_config import read_state
 
 if TYPE_CHECKING:
@@ -36,21 +38,6 @@ class Windows(Enum):
     ALL = "all"  # in every layer, unless `sliding_window` is null
     SOME = "some"  # with `use_sliding_window`, in the layers that `layer_types` or `max_window_layers` name
     PATTERN = "pattern"  # in those that `layer_types` names, else in all but every `sliding_window_pattern`-th layer
-
-
-@dataclass(frozen=True, slots=True)
-class ExpertsRules:
-    """How to read the mixture of experts of one architecture."""
-
-    size: str  # the setting that has the size of an expert's activations
-    normalized: bool | None = None  # None: as `norm_topk_prob` says
-    default_normalized: bool = False  # of `norm_topk_prob`, which is true for sigmoids
-    is_shared: bool = False  # one more expert, of `shared_expert_intermediate_size`, computes every token
-    is_everywhere: bool = False  # no layer has a dense feed-forward, and configs have no `intermediate_size`
-    is_sigmoid: bool = False  # routed as in DeepSeek-V3: see `_read_sigmoid_experts`, which uses the next two
-    num_shared: int = 0  # default of `n_shared_experts`
-    num_dense: int = 0  # default of `first_k_dense_replace`
-    is_biased: bool = False  # see ExpertsSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +72,7 @@ class ConfigRules:
     window_rope_theta: float | None = None  # default for layers with a window; None: all layers have the same RoPE
     rotary_part: float | None = None  # default of `partial_rotary_factor`; None: heads rotate as a whole
     has_states: bool = False  # some layers have a gated delta rule, and in the others attention is gated
+    latent: LatentRules | None = None  # None: attention is not latent
 
 
 def read_spec(directory: Path, rules: ConfigRules, config: Mapping[str, Any]) -> ModelSpec:
@@ -114,7 +102,10 @@ def read_spec(directory: Path, rules: ConfigRules, config: Mapping[str, Any]) ->
     if not is_counted and not _is_default_rope(reader, rules):
         max_len = scaled_length(max_len, _rope_settings(reader, rules)[1])
     head_dim = reader.integer("head_dim", own_dim or hidden_size // num_heads)
-    quantization, experts = read_quantization(directory, config), _read_experts(reader, rules, num_layers)
+    quantization, experts = read_quantization(directory, config), None
+    if rules.experts is not None:
+        _refuse_beside_experts(reader, rules)
+        experts = read_experts(reader, rules.experts, num_layers)
     # MiniMax-M2's config names no dtype; what a float8 checkpoint does not quantize is bfloat16
     dtype = reader.optional("torch_dtype", "bfloat16" if quantization else "float32")
     is_biased = experts is not None and experts.is_biased
@@ -125,7 +116,7 @@ def read_spec(directory: Path, rules: ConfigRules, config: Mapping[str, Any]) ->
         reader.refuse("quantization_config", not is_biased, f"{form} is served in gpt-oss only")
         experts = experts and replace(experts, form=form)
     reader.refuse("quantization_config", quantization is not None and is_biased, "float8 weights of gpt-oss are not")
-    return ModelSpec(
+    spec = ModelSpec(
         architecture=str(config["architectures"][0]),
         vocab_size=reader.integer("vocab_size"),
         hidden_size=hidden_size,
@@ -147,13 +138,16 @@ def read_spec(directory: Path, rules: ConfigRules, config: Mapping[str, Any]) ->
         window_rope=window_rope,
         score_scale=query_scalar and query_scalar**-0.5,
         experts=experts,
-        rotary_dim=_read_rotary_dim(reader, rules, head_dim),
+        rotary_dim=_read_rotary_dim(reader, rules, head_dim) if rules.latent is None else None,
         norms_heads_together=rules.norms_heads_together,
         quantization=quantization,
         has_sinks=rules.has_sinks,
         state=read_state(reader, num_layers) if rules.has_states else None,
         gated_attention=rules.has_states,
     )
+    if rules.latent is None:
+        return spec
+    return with_latent(spec, reader, rules.latent, *_rope_settings(reader, rules))
 
 
 def _refuse_settings(reader: ConfigReader, rules: ConfigRules, config: Mapping[str, Any]) -> None:
@@ -165,6 +159,14 @@ def _refuse_settings(reader: ConfigReader, rules: ConfigRules, config: Mapping[s
     reader.refuse("is_causal", not config.get("is_causal", True), "attention to later tokens is not served")
     for name in rules.refused:
         reader.refuse(name, reader.optional(name, False) is not False, "in this model type only models without it are")
+
+
+def _refuse_beside_experts(reader: ConfigReader, rules: ConfigRules) -> None:
+    # Which layers then have a window differs between these architectures, and between releases of transformers
+    has_windows, has_bias = reader.optional("use_sliding_window", False), reader.optional("qkv_bias", True)
+    has_windows = has_windows and rules.windows is not Windows.PATTERN  # which has them whatever the setting says
+    reader.refuse("use_sliding_window", has_windows, "sliding windows are not served in this architecture")
+    reader.refuse("qkv_bias", bool(rules.qkv_bias) and not has_bias, "in this architecture only models with it are")
 
 
 def scaled_length(max_len: int, rope: Mapping[str, Any]) -> int:
@@ -185,65 +187,6 @@ def scaled_length(max_len: int, rope: Mapping[str, Any]) -> int:
 
 def _rope_type(rope: Mapping[str, Any]) -> str:
     return str(rope.get("rope_type") or rope.get("type") or "default")
-
-
-def _read_experts(reader: ConfigReader, rules: ConfigRules, num_layers: int) -> ExpertsSpec | None:
-    """The number of experts has several names: transformers 5 saves the hub's `num_experts` as `num_local_experts`."""
-    experts = rules.experts
-    if experts is None:
-        return None
-    # Which layers then have a window differs between these architectures, and between releases of transformers
-    has_windows, has_bias = reader.optional("use_sliding_window", False), reader.optional("qkv_bias", True)
-    has_windows = has_windows and rules.windows is not Windows.PATTERN  # which has them whatever the setting says
-    reader.refuse("use_sliding_window", has_windows, "sliding windows are not served in this architecture")
-    reader.refuse("qkv_bias", bool(rules.qkv_bias) and not has_bias, "in this architecture only models with it are")
-    names = ("num_experts", "n_routed_experts", "num_local_experts")
-    given = [name for name in names if reader.optional(name, None) is not None] or names[-1:]
-    num_experts, num_chosen = reader.integer(given[0]), reader.integer("num_experts_per_tok")
-    differ = any(reader.integer(name) != num_experts for name in given)  # which counts differs between model types
-    reader.refuse(given[-1], differ, f"{given[0]} is {num_experts}")
-    reader.refuse("num_experts_per_tok", num_chosen > num_experts, f"there are {num_experts} experts")
-    dense, period = reader.optional("mlp_only_layers", ()), reader.integer("decoder_sparse_step", 1)
-    reader.refuse("mlp_only_layers", not isinstance(dense, (list, tuple)), "a list of layers is expected")
-    default = experts.is_sigmoid or experts.default_normalized
-    normalized = reader.optional("norm_topk_prob", default) if experts.normalized is None else experts.normalized
-    spec = ExpertsSpec(
-        num_experts=num_experts,
-        num_chosen=num_chosen,
-        size=reader.integer(experts.size),
-        normalized=bool(normalized),
-        shared_size=reader.integer("shared_expert_intermediate_size") if experts.is_shared else 0,
-        dense_layers=tuple(layer for layer in range(num_layers) if layer in dense or (layer + 1) % period),
-    )
-    told = "in this architecture every layer has experts"
-    reader.refuse("mlp_only_layers", experts.is_everywhere and bool(dense), told)
-    reader.refuse("decoder_sparse_step", experts.is_everywhere and period != 1, told)
-    if experts.is_biased:
-        limit, alpha = reader.number("swiglu_limit", spec.limit), reader.number("swiglu_alpha", spec.alpha)
-        spec = replace(spec, is_biased=True, limit=limit, alpha=alpha)
-    return _read_sigmoid_experts(reader, experts, spec, num_layers) if experts.is_sigmoid else spec
-
-
-def _read_sigmoid_experts(reader: ConfigReader, rules: ExpertsRules, spec: ExpertsSpec, num_layers: int) -> ExpertsSpec:
-    """The settings of DeepSeek-V3's routing (arXiv 2412.19437, section 2.1) in addition to those of `spec`."""
-    scoring = reader.optional("scoring_func", "sigmoid")
-    reader.refuse("scoring_func", scoring != "sigmoid", "in this architecture only sigmoid is")
-    num_groups, chosen = reader.integer("n_group", 1), reader.integer("topk_group", 1)
-    size = spec.num_experts // num_groups
-    reader.refuse("n_group", spec.num_experts % num_groups != 0, f"there are {spec.num_experts} experts")
-    reader.refuse("n_group", num_groups > 1 and size == 1, "a group's rank is the sum of its two best experts")
-    reader.refuse("topk_group", chosen > num_groups, f"there are {num_groups} groups")
-    reader.refuse("topk_group", spec.num_chosen > chosen * size, f"{spec.num_chosen} experts are chosen of {size} each")
-    return replace(
-        spec,
-        shared_size=reader.integer("n_shared_experts", rules.num_shared, 0) * spec.size,
-        shared_gated=False,
-        dense_layers=tuple(range(min(num_layers, reader.integer("first_k_dense_replace", rules.num_dense, 0)))),
-        is_sigmoid=True,
-        factor=reader.number("routed_scaling_factor", 1.0),
-        num_groups=num_groups,
-        groups_chosen=chosen,
-    )
 
 
 def _read_rotary_dim(reader: ConfigReader, rules: ConfigRules, head_dim: int) -> int | None:

@@ -142,6 +142,10 @@ class Linear:
         """Use `product` from now on for `add_norm` of at most `max_rows` rows, and for calls with a HalfNormed."""
         self._few_rows, self.max_few_rows = product, max_rows
 
+    def reorder(self, order: torch.Tensor) -> None:
+        """Put row `order[i]` at i, before any product is made of the weight. The checkpoint has another order."""
+        self.weight.copy_(self.weight[order])
+
     def few_rows_product(self) -> FewRows | None:
         """Make the kernels' product of few rows for this weight, bias and activation; None if the kernels have none."""
         return self._make_few_rows(self.weight)

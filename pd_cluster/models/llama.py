@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from pd_cluster.models.feed_forward import FeedForward
     from pd_cluster.models.linear import Linear, Normed, Rows
     from pd_cluster.models.mixer import Mixer
+    from pd_cluster.models.shard import Cut
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,13 +48,21 @@ class Llama(Decoder[LlamaLayer]):
         return LlamaLayer(
             input_norm=weights.norm(f"{name}.input_layernorm.weight", spec.hidden_size),
             qkv=self._make_qkv(f"{name}.self_attn"),
-            attention=self._make_attention(f"{name}.self_attn", index),
+            attention=self._make_mixer(f"{name}.self_attn", index),
             out=weights.linear(
-                "out", {f"{name}.self_attn.o_proj": spec.hidden_size}, self._queries, bias=spec.out_bias, adds=True
+                "out", {f"{name}.self_attn.o_proj": spec.hidden_size}, self._attended, bias=spec.out_bias, adds=True
             ),
             post_norm=weights.norm(f"{name}.post_attention_layernorm.weight", spec.hidden_size),
             feed_forward=self._make_feed_forward(name, index),
         )
+
+    def _make_mixer(self, name: str, layer: int) -> Mixer:
+        return self._make_attention(name, layer)
+
+    @property
+    def _attended(self) -> Cut:
+        """This rank's results of attention."""
+        return self._queries
 
     def _make_feed_forward(self, name: str, index: int) -> FeedForward:
         spec, weights = self.spec, self._parameters

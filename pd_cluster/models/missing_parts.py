@@ -16,9 +16,7 @@ MISSING_PARTS: Mapping[str, tuple[str, ...]] = {
     "Mamba-2 layers, with a running state for each sequence": (
         "NemotronHForCausalLM", "FalconH1ForCausalLM", "BambaForCausalLM", "GraniteMoeHybridForCausalLM",
     ),
-    "latent attention (MLA) in a family of its own; transformers' modules compute it with plain weights, of a "
-    "model_type that they know, and --model-impl transformers says why not here": (
-        "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM", "Mistral4ForCausalLM",
+    "weights of 4 bits (compressed-tensors' pack-quantized), in which Kimi-K2.5 and later are published": (
         "KimiK25ForConditionalGeneration",
     ),
 }  # fmt: skip

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
+import torch
+
 from pd_kernels.state import StateCache
 from pd_kernels.values import KeysValues
 
 if TYPE_CHECKING:
-    import torch
-
     from pd_cluster.models.forward_inputs import ForwardInputs, Tail
     from pd_cluster.models.linear import Rows
     from pd_cluster.models.rope import RopeTable
 
-LayerCache: TypeAlias = KeysValues | StateCache  # the cache of one layer
+# The cache of one layer; a tensor: rows of latents, see `pd_kernels.latent`
+LayerCache: TypeAlias = KeysValues | StateCache | torch.Tensor
 
 
 class Mixer(Protocol):

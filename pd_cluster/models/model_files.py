@@ -55,6 +55,7 @@ _PIECES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
 _PIECES_NEED = {"sentencepiece": "sentencepiece", "protobuf": "google.protobuf"}  # package -> module
 _OTHER_TOKENIZERS = ("vocab.json", "vocab.txt")
 _FOREIGN = ("tekken.json", "tiktoken.model", "*.tiktoken")
+_CODE = "tokenization_*.py"  # Kimi's, beside tiktoken.model
 TEXTS = (
     "config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json", "special_tokens_map.json",
     "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja", INDEX, *_PIECES,
@@ -104,6 +105,8 @@ def tokenizer_problem(names: Collection[str], has_module: Callable[[str], bool])
         return what if missing else ""
     if any(name in names for name in _OTHER_TOKENIZERS):
         return ""
+    if code := [name for name in names if fnmatch(name, _CODE)]:
+        return f"has its tokenizer as code alone ({code[0]}), which is never run: {_COPY}"
     if foreign := [name for name in names if any(fnmatch(name, form) for form in _FOREIGN)]:
         return f"has its tokenizer in {foreign[0]} alone, which is not read: {_COPY}"
     return f"has no tokenizer: {_COPY}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from pd_kernels.latent import LatentPlan
 from pd_kernels.values import KeysValues, NewTokens
 
 if TYPE_CHECKING:
@@ -36,12 +37,11 @@ class PagedAttention:
         `x`: [T, (H + 2 G) * head_dim], queries, then keys, then values, as the product leaves them.
         `angles`: of the T tokens. -> [T, H * head_dim]; with `tail`, of its R rows only.
         """
+        plan = inputs.plans[self.group]
         assert isinstance(cache, KeysValues)
+        assert not isinstance(plan, LatentPlan)
         heads = x.view(x.shape[0], -1, self.head_dim)
-        plan, new = (
-            inputs.plans[self.group],
-            NewTokens(self.norms, angles.cos, angles.sin, inputs.slot_mappings[self.group]),
-        )
+        new = NewTokens(self.norms, angles.cos, angles.sin, inputs.slot_mappings[self.group])
         if tail is None and plan.may_rotate:
             attended = plan.run_rotating(heads, new, cache, self.scale, self.sinks)
             if attended is not None:
@@ -50,6 +50,7 @@ class PagedAttention:
         if tail is not None and not len(tail.rows):  # chunks in the middle of prompts
             return query.new_empty(0, query.shape[1] * self.head_dim)
         if tail is not None and tail.plan is not None:
+            assert not isinstance(tail.plan, LatentPlan)
             attended = tail.plan.run(query[tail.rows], cache, self.scale, sinks=self.sinks)
         else:
             attended = plan.run(query, cache, self.scale, sinks=self.sinks)

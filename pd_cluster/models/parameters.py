@@ -45,6 +45,7 @@ class Parameters:
         """
         self.slots: dict[str, Slot] = {}  # by the name of the checkpoint's tensor
         self.linears: dict[str, list[Linear]] = {}  # by kind; those of one kind have one shape
+        self._to_widen: list[tuple[QuantizedWeight, range, torch.Tensor]] = []  # read, rows of it, to be filled
         self._kernels = kernels
         self._dtype, self._device = dtype, device
         self._offset_norms, self._wide_norms = offset_norms, wide_norms or offset_norms
@@ -142,6 +143,26 @@ class Parameters:
             return self._add(kind, quantized)
         return self._add(kind, Linear(weight, offsets, self._kernels, activate, adds=adds, reduce=reduce))
 
+    def widened(self, name: str, rows: Cut, num_inputs: int) -> torch.Tensor:
+        """[len(rows), num_inputs] of the module `name`, in the model's dtype also if the checkpoint quantizes it.
+
+        Then this rank reads all rows, because a cut may lie inside a block, and `finish` fills the tensor.
+        """
+        tensor = self._empty(len(rows), num_inputs)
+        weight = self._allocate((name,), rows.total, num_inputs) if self._is_quantized(name) else tensor
+        whole = rows if weight is tensor else Cut.of(rows.total)
+        self._place(name, weight, 0, (whole,), Cut.of(num_inputs))
+        if isinstance(weight, QuantizedWeight):
+            self._to_widen.append((weight, rows.part, tensor))
+        return tensor
+
+    def finish(self) -> None:
+        """Widen what is to be widened, and forget the slots: they are filled."""
+        self.slots.clear()
+        while self._to_widen:
+            weight, rows, tensor = self._to_widen.pop()
+            tensor.copy_(weight.widened(tensor.dtype)[rows.start : rows.stop])
+
     def stacked(
         self,
         stacks: Sequence[Sequence[str]],
@@ -157,9 +178,8 @@ class Parameters:
         """
         parts = [name for names in stacks for name in names]
         weight = self._allocate(parts, len(own), len(stacks[0]) * num_rows, num_inputs)
-        if fused[0] and isinstance(weight, torch.Tensor):
-            first = weight[: fused[1] - own.start]
-            self.slots[fused[0]] = Slot(first, (fused[1], *weight.shape[1:]), start=own.start)
+        if fused[0]:
+            self._place_fused(fused[0], fused[1], own.start, weight)
         for number, names in enumerate(stacks):
             place = number - own.start if number in own else 0
             rows = Cut(num_rows, range(num_rows if number in own else 0))
@@ -167,6 +187,15 @@ class Parameters:
             for index, name in enumerate(names):
                 self._place(name, expert, index * num_rows, (rows,), Cut.of(num_inputs))
         return weight
+
+    def _place_fused(self, name: str, count: int, start: int, weight: Weight) -> None:
+        """Note that a tensor `name` of `count` experts may fill those of `weight`, quantized with a scale an expert."""
+        if isinstance(weight, torch.Tensor):
+            self.slots[name] = Slot(weight[: count - start], (count, *weight.shape[1:]), start=start)
+        elif self._quantization.scales is Scales.TENSOR:
+            values, scales = weight.values[: count - start], weight.scales[: count - start]
+            self.slots[name] = Slot(values, (count, *values.shape[1:]), start=start)
+            self.slots[f"{name}_scale"] = Slot(scales, (count, 1, 1), start=start)
 
     def tied_linear(self, kind: str, weight: torch.Tensor) -> Linear:
         """Make a Linear with a weight that another part of the model has allocated."""

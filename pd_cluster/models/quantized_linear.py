@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
+from pd_cluster.errors import StartupError
 from pd_cluster.models.linear import Linear
-from pd_kernels.quantized import QuantizedRows, RowsTwice
+from pd_kernels.quantized import BLOCK, QuantizedRows, RowsTwice
 from pd_kernels.values import HalfNormed
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    import torch
 
     from pd_cluster.models.linear import Normed, Rows
     from pd_cluster.models.reduce import Reduce
@@ -46,6 +47,16 @@ class QuantizedLinear(Linear):
     def takes_products(self) -> bool:
         """See Linear."""
         return False
+
+    def reorder(self, order: torch.Tensor) -> None:
+        """See Linear. Raises StartupError if a row would leave its block."""
+        of_row = torch.arange(len(order), device=order.device)
+        if not self._quantized.is_blocks:
+            self._quantized.scales.copy_(self._quantized.scales[order])
+        elif (of_row // BLOCK != order // BLOCK).any():
+            raise StartupError(f"rows that rotate in pairs lie in several quantized blocks of {BLOCK}, and cannot move")
+        values = self._quantized.values.view(torch.uint8)
+        values.copy_(values[order])
 
     def few_rows_product(self) -> FewRows | None:
         """See Linear."""

@@ -7,7 +7,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from pd_cluster.errors import UnservedModel
-from pd_cluster.models.hf_config import ConfigRules, ExpertsRules, Windows, read_spec
+from pd_cluster.models.experts_config import ExpertsRules
+from pd_cluster.models.hf_config import ConfigRules, Windows, read_spec
+from pd_cluster.models.latent_config import LatentRules
 from pd_cluster.models.missing_parts import missing_part
 from pd_cluster.models.model_kinds import check_kind
 from pd_cluster.models.model_share import ModelShare
@@ -138,6 +140,45 @@ _QWEN3_5_MOE = replace(
     _QWEN3_NEXT,
     experts=ExpertsRules("moe_intermediate_size", normalized=True, is_shared=True, is_everywhere=True),
 )
+_DEEPSEEK_V2 = ConfigRules(
+    qkv_bias=False,
+    out_bias=False,
+    refused=("attention_bias", "mlp_bias"),
+    latent=LatentRules(is_interleaved=True),
+    experts=ExpertsRules("moe_intermediate_size", is_grouped=True, is_v2=True, num_shared=2),
+)
+_DEEPSEEK_V3 = replace(
+    _DEEPSEEK_V2,
+    num_kv_heads=128,
+    max_len=4096,
+    latent=LatentRules(),
+    experts=ExpertsRules(
+        "moe_intermediate_size", is_sigmoid=True, num_shared=1, num_dense=3, num_groups=8, groups_chosen=4, factor=2.5
+    ),
+)
+_GLM4_MOE_LITE = replace(
+    _DEEPSEEK_V2,
+    num_kv_heads=20,
+    max_len=202752,
+    norm_eps=1e-5,
+    latent=LatentRules(nope=192, value=256, query_rank=768, head_dim_rotates=True),
+    experts=ExpertsRules(
+        "moe_intermediate_size", is_sigmoid=True, num_shared=1, num_dense=1, factor=1.8, names_layers=True
+    ),
+)
+_MISTRAL4 = replace(
+    _DEEPSEEK_V2,
+    num_kv_heads=32,
+    max_len=1048576,
+    rope={
+        "rope_type": "yarn", "rope_theta": 10000.0, "factor": 128.0, "original_max_position_embeddings": 8192,
+        "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
+    },
+    # Its converter writes `mscale_all_dim` whatever the model is; the released one has plain scores. transformers grew
+    # them 2.2 times in its #47435; in SGLang that lost accuracy (#26203)
+    latent=LatentRules(rank=256, nope=64, query_rank=1024, is_part_rotary=True, scale_grows=False),
+    experts=ExpertsRules("moe_intermediate_size", default_normalized=True, is_grouped=True, num_shared=1),
+)  # fmt: skip
 ARCHITECTURES: dict[str, Architecture] = {
     "LlamaForCausalLM": Architecture(ConfigRules(), types=_LLAMA_TYPES),
     "MistralForCausalLM": Architecture(
@@ -155,6 +196,10 @@ ARCHITECTURES: dict[str, Architecture] = {
     "Qwen3NextForCausalLM": Architecture(_QWEN3_NEXT, "qwen3_next.Qwen3Next"),
     "Qwen3_5ForCausalLM": Architecture(replace(_QWEN3_NEXT, num_kv_heads=4, experts=None), "qwen3_next.Qwen35"),
     "Qwen3_5MoeForCausalLM": Architecture(_QWEN3_5_MOE, "qwen3_next.Qwen35"),
+    "DeepseekV2ForCausalLM": Architecture(_DEEPSEEK_V2, "deepseek.Deepseek"),
+    "DeepseekV3ForCausalLM": Architecture(_DEEPSEEK_V3, "deepseek.Deepseek"),
+    "Glm4MoeLiteForCausalLM": Architecture(_GLM4_MOE_LITE, "deepseek.Deepseek"),
+    "Mistral4ForCausalLM": Architecture(_MISTRAL4, "deepseek.Deepseek"),
 }
 
 

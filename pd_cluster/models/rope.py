@@ -19,10 +19,12 @@ class RopeTable:
 
     cos: torch.Tensor
     sin: torch.Tensor
+    growth: torch.Tensor | None = None  # [positions]: factors on queries; None: they are 1
 
     def at(self, positions: torch.Tensor) -> RopeTable:
         """The rows of `positions` (int64 [T])."""
-        return RopeTable(self.cos.index_select(0, positions), self.sin.index_select(0, positions))
+        growth = None if self.growth is None else self.growth.index_select(0, positions)
+        return RopeTable(self.cos.index_select(0, positions), self.sin.index_select(0, positions), growth)
 
 
 def make_rope_table(
@@ -34,7 +36,10 @@ def make_rope_table(
     """
     angles = torch.outer(torch.arange(max_len, dtype=torch.float32), rope_frequencies(spec, rotary_dim))
     cos, sin = (part.mul_(spec.attention_factor).to(device, dtype) for part in (angles.cos(), angles.sin()))
-    return RopeTable(cos, sin)
+    if not spec.query_beta:
+        return RopeTable(cos, sin)
+    contexts = torch.arange(max_len, dtype=torch.float32).div_(spec.original_max_len).floor_()
+    return RopeTable(cos, sin, contexts.log1p_().mul_(spec.query_beta).add_(1).to(device, dtype))
 
 
 def rope_frequencies(spec: RopeSpec, rotary_dim: int) -> torch.Tensor:

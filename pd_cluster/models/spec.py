@@ -12,7 +12,7 @@ from pd_kernels.packed_room import ROOMS
 if TYPE_CHECKING:
     from pd_cluster.models.quantization import QuantizationSpec
 
-_LATER_IN_ROPE = ("attention_factor", "truncate")  # the other fields are in all fingerprints
+_LATER_IN_ROPE = ("attention_factor", "truncate", "query_beta")  # the other fields are in all fingerprints
 STATE_DISTANCE = 64  # tokens: kernels cut prompts into pieces of so many, and have the states at their ends
 ATTENTION_SHARE = 0.225  # FLOP/s of attention of short chunks, relative to those of products: see `keys_per_token`
 
@@ -29,6 +29,38 @@ class RopeSpec:
     original_max_len: int = 0
     attention_factor: float = 1.0  # on cos and sin
     truncate: bool = False  # YaRN: the frequencies between begin and end at whole pairs
+    query_beta: float = 0.0  # queries grow by it times the logarithm of the original contexts before them (Llama 4)
+
+
+@dataclass(frozen=True, slots=True)
+class LatentSpec:
+    """Latent attention: see `pd_kernels.latent`."""
+
+    rank: int
+    rope: int
+    nope: int
+    value: int
+    query_rank: int = 0  # of the vector that all heads' queries are expanded from; 0: they come from the hidden state
+    is_interleaved: bool = True  # the checkpoint rotates pairs of adjacent numbers, in place of halves
+
+    @property
+    def width(self) -> int:
+        """Cached numbers of a token and layer."""
+        return self.rank + self.rope
+
+    def replicated(self, hidden_size: int) -> int:
+        """Weights of a layer that every rank has: those without heads."""
+        return hidden_size * (self.query_rank + self.width)
+
+    def expanding(self, num_heads: int) -> int:
+        """Weights of a layer that expand latents. They are never quantized: see Parameters.widened."""
+        return num_heads * (self.nope + self.value) * self.rank
+
+    def parameters(self, hidden_size: int, num_heads: int) -> int:
+        """Weights in the products of one layer."""
+        size, inputs = self.nope + self.rope, self.query_rank or hidden_size
+        of_heads = num_heads * (size * inputs + self.value * hidden_size)
+        return self.replicated(hidden_size) + of_heads + self.expanding(num_heads)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +78,7 @@ class ExpertsSpec:
     factor: float = 1.0  # on the scores
     num_groups: int = 1  # of experts; a token's experts are in `groups_chosen` of them
     groups_chosen: int = 1
+    group_best: int = 2  # the best experts of a group, of which scores add up to its rank
     is_biased: bool = False  # router and experts have biases, and SwiGLU is clamped: see pd_kernels' BiasedExperts
     limit: float = 7.0  # of the clamped SwiGLU
     alpha: float = 1.702
@@ -127,6 +160,7 @@ class ModelSpec:
     has_sinks: bool = False  # each query head sees one more key, without a value
     state: StateSpec | None = None  # None: every layer has attention
     gated_attention: bool = False  # a sigmoid of each number's own weighs the output of attention
+    latent: LatentSpec | None = None  # then a head has `head_dim` numbers in queries only, and there is one KV head
     # None: a family of ours computes it. Otherwise norms, RoPE and biases are described in this config only
     modules: ModulesSpec | None = None
 
@@ -153,6 +187,10 @@ class ModelSpec:
             layers = self._count_parameters(0) * dtype_bytes + num_mixed * expert
         else:
             layers = self.layer_parameters * (1 if self.quantization else dtype_bytes)
+        if (latent := self.latent) is not None:
+            own = latent.replicated(self.hidden_size) * (1 if self.quantization else dtype_bytes)
+            wide = latent.expanding(self.num_heads) * (dtype_bytes - 1) if self.quantization else 0
+            layers += self.num_layers * (own * (num_ranks - 1) + wide)
         embedding = self.vocab_size * self.hidden_size * dtype_bytes  # whole on every rank; a head of its own is cut
         head = 0 if self.tied_embeddings else embedding
         return int(layers + head) // num_ranks + embedding
@@ -168,7 +206,8 @@ class ModelSpec:
         """
         multiplied = self._count_parameters(self.experts.num_chosen if self.experts else 0)  # weights a token
         num_full = sum(not self.windows[layer] for layer in self.attention_layers)
-        attention = 4 * num_full * self.num_heads * self.head_dim  # FLOPs a key
+        value_dim = self.head_dim if self.latent is None else self.latent.value
+        attention = 2 * num_full * self.num_heads * (self.head_dim + value_dim)  # FLOPs a key
         return max(1, round(ATTENTION_SHARE * 2 * multiplied / attention)) if attention else 0
 
     @property
@@ -193,6 +232,10 @@ class ModelSpec:
             layers = tuple(layer for layer in self.attention_layers if self.windows[layer] == window)
             shape = (self.num_kv_heads, len(layers), 2, block_size, self.head_dim)
             kind = KVKind.WINDOW if window else KVKind.FULL
+            if self.latent is not None:
+                rows = (1, len(layers), block_size, self.latent.width)
+                groups.append(KVGroup(KVKind.LATENT, layers, rows, dtype, block_size, sharded=False))
+                continue
             groups.append(KVGroup(kind, layers, shape, dtype, block_size, window))
         if (state := self.state) is not None:
             sizes = state.value_heads, state.head_floats(DTYPE_BYTES[dtype])
@@ -224,6 +267,8 @@ class ModelSpec:
             return self.modules.layer_parameters
         rows = self.head_dim * ((2 + self.gated_attention) * self.num_heads + 2 * self.num_kv_heads)
         mixing = self.hidden_size * rows * len(self.attention_layers)
+        if self.latent is not None:
+            mixing = self.num_layers * self.latent.parameters(self.hidden_size, self.num_heads)
         if (state := self.state) is not None:
             rows = state.key_heads * state.channels + 2 * state.value_heads * (state.value_dim + 1)
             mixing += self.hidden_size * rows * len(state.layers)

@@ -16,7 +16,7 @@ IGNORED: Mapping[str, tuple[str, ...]] = {
         "multi_modal_projector.*", "model.multi_modal_projector.*",
     ),
     "scales of inputs, measured when the checkpoint was quantized; rows are quantized by their own numbers": (
-        "*.input_scale",
+        "*.input_scale", "*activation_scale",
     ),
     "scales of an FP8 KV cache, measured when the checkpoint was quantized; the cache has scale 1": (
         "*.k_scale", "*.v_scale", "*.kv_scale",
@@ -30,7 +30,8 @@ Besides, a layer for multi-token prediction may follow the model's last layer; i
 HEAD = "lm_head.weight"
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _MERGE = "eh_proj.weight"  # merges a token's embedding with the hidden state before it
-_EXPERT = re.compile(r"(.*\.experts)\.\d+\.(gate|up|down)_proj\.weight")
+_EXPERT = re.compile(r"(.*\.experts)\.\d+\.(gate|up|down)_proj\.weight(_scale)?")
+_OTHER_SCALE = "_inv"  # at the end of a scale's name in some checkpoints
 _FUSED = ".experts.down_proj"
 _BASE_PREFIXES = ("embed_tokens.", "layers.", "norm.")  # of a decoder that was saved without its head
 _TEXT_PREFIXES = {  # of a wrapper's text model, and what its own checkpoint has instead
@@ -50,12 +51,14 @@ def match_slots(
     found: dict[str, str] = {}
     problems: dict[str, set[str]] = {"missing": set(slots), "unknown": set(), "stored twice": set()}
     if fused := fused_slots(slots):
-        named = set(map(slot_name, stored))
+        named = {slot_name(name).removesuffix(_OTHER_SCALE) for name in stored}
         for name, single in fused.items():
             problems["missing"] -= single if name in named else {name}
     prediction_layers = _prediction_layers(stored, slots)
     for name in stored:
         slot = slot_name(name)
+        if slot not in slots and slot.removesuffix(_OTHER_SCALE) in slots:
+            slot = slot.removesuffix(_OTHER_SCALE)
         if slot in problems["missing"]:
             found[name] = slot
             problems["missing"].remove(slot)
@@ -88,7 +91,7 @@ def fused_slots(slots: Collection[str]) -> dict[str, set[str]]:
     if any(name.endswith(_FUSED) for name in slots):
         for name in slots:
             if expert := _EXPERT.fullmatch(name):
-                fused = f"{expert[1]}.{'down' if expert[2] == 'down' else 'gate_up'}_proj"
+                fused = f"{expert[1]}.{'down' if expert[2] == 'down' else 'gate_up'}_proj{expert[3] or ''}"
                 if fused in slots:
                     found.setdefault(fused, set()).add(name)
     return found

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from pd_cluster.models.slot import Slot
 from pd_cluster.models.transformers_modules import make_modules, run_body, run_head, run_modules
 from pd_cluster.models.transformers_spec import parse_config
+from pd_kernels.latent import LatentPlan
 from pd_kernels.reference import prefill_attention
 from pd_kernels.torch_ops import write_cache
 from pd_kernels.values import KeysValues
@@ -82,7 +83,9 @@ class TransformersModel:
                 places = packed.block_tables, packed.query_starts, packed.seq_lens
                 out = prefill_attention(query, views, *places, call.scale, call.window, call.soft_cap, call.sinks)
             else:
-                out = inputs.plans[group].run(query, views, call.scale)
+                plan = inputs.plans[group]
+                assert not isinstance(plan, LatentPlan)
+                out = plan.run(query, views, call.scale)
             return out[..., :width]
 
         return attend

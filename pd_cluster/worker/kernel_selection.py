@@ -15,6 +15,7 @@ from pd_kernels.attention import AttentionShape
 from pd_kernels.attention_backends import choose_attention
 from pd_kernels.cublas_lt import CublasLt
 from pd_kernels.fp8_cache import FP8
+from pd_kernels.latent import LatentDims
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -44,10 +45,10 @@ def attention_by_group(
     for group in layout.groups:
         if group.kind is KVKind.STATE:
             continue
-        num_kv_heads, num_layers, _, block_size, head_dim = group.rank_shape(layout.tp_size)
+        num_kv_heads, num_layers, *_, block_size, head_dim = group.rank_shape(layout.tp_size)
         shape = AttentionShape(
             spec.num_heads // layout.tp_size, num_kv_heads, head_dim, block_size, num_layers, dtype, group.window,
-            has_fp8_cache=KV_DTYPES[group.dtype] is FP8, has_sinks=spec.has_sinks,
+            has_fp8_cache=KV_DTYPES[group.dtype] is FP8, has_sinks=spec.has_sinks, latent=latent_dims(spec),
         )  # fmt: skip
         try:
             choice = choose_attention(shape, device, wanted)
@@ -57,6 +58,12 @@ def attention_by_group(
         progress(f"attention of {num_layers} layers{window}: {choice}")
         attentions.append(choice.backend.attention(shape, device))
     return tuple(attentions)
+
+
+def latent_dims(spec: ModelSpec) -> LatentDims | None:
+    """The sizes of a head of latent attention; None: the model has none."""
+    latent = spec.latent
+    return None if latent is None else LatentDims(latent.rank, latent.rope, latent.nope, latent.value)
 
 
 def choose_products(

@@ -80,7 +80,7 @@ class KVCache:
             for index, (shape, dtype) in enumerate(zip(shapes, dtypes, strict=True))
         )
         caches: dict[int, LayerCache] = {
-            layer: KeysValues(tensor[:, :, place, 0], tensor[:, :, place, 1])
+            layer: view_of_layer(group.kind, tensor, place)
             for group, tensor in zip(layout.groups, tensors, strict=True)
             for place, layer in enumerate(() if group.kind is KVKind.STATE else group.layers)
         }
@@ -125,6 +125,13 @@ class KVCache:
         for tensor, fresh in zip(self.tensors, blocks, strict=False):
             if fresh is not None:
                 indexable(tensor).index_fill_(0, fresh, 0)
+
+
+def view_of_layer(kind: KVKind, blocks: torch.Tensor, place: int) -> KeysValues | torch.Tensor:
+    """What a group's `blocks` have for its layer number `place`: rows of latents, or keys and values."""
+    if kind is KVKind.LATENT:
+        return blocks[:, 0, place]
+    return KeysValues(blocks[:, :, place, 0], blocks[:, :, place, 1])
 
 
 def _copy(

@@ -124,6 +124,8 @@ def resolve_kv_dtype(name: str, dtype: str, spec: ModelSpec, device: torch.devic
             raise StartupError(f"--kv-cache-dtype fp8 needs a GPU of compute capability {need} or more, not {have}")
     if name == "fp8" and spec.state is not None:
         raise StartupError(f"--kv-cache-dtype fp8 is not served for {spec.architecture}, which keeps states")
+    if name == "fp8" and spec.latent is not None:
+        raise StartupError(f"--kv-cache-dtype fp8 is not served for {spec.architecture}, which caches latents")
     if name == "fp8" and spec.modules is not None:
         raise StartupError(f"--kv-cache-dtype fp8 is not served for {spec.architecture} by transformers' modules")
     return "float8_e4m3fn" if name == "fp8" else dtype

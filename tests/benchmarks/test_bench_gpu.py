@@ -81,6 +81,20 @@ def test_rooflines_of_states() -> None:
         assert found == pytest.approx(decodes, rel=0.04), name
 
 
+def test_rooflines_of_latents() -> None:
+    """As above, beside the field note's."""
+    ceilings = Ceilings(read=4.8e12, copy=4.8e12, matrix=790e12, quantized=1580e12)
+    expected = {
+        "moonlight": (1.08, 6.46, 7.36, 8.21, 171_000), "glm-4.7-flash": (1.50, 11.2, 13.8, 15.3, 113_000),
+        "mistral-small-4-fp8": (1.38, 16.2, 25.0, 26.0, 135_000),
+    }  # fmt: skip
+    for name, (*decodes, prefill) in expected.items():
+        costs = ModelCosts(resolve_spec(Path(), CONFIGS[name]), SHAPES[name].weight_bytes)
+        found = [costs.decode_s(count, 1024, ceilings) * 1e3 for count in (1, 32, 128, 256)]
+        assert found == pytest.approx(decodes, rel=0.01), name
+        assert 64 * 1024 / costs.prefill_s([1024] * 64, ceilings) == pytest.approx(prefill, rel=0.01)
+
+
 def test_so_many_keys_cost_as_much_as_a_token(tmp_path: Path) -> None:
     large, small = costs_of("8b", tmp_path).spec, costs_of("0.6b", tmp_path).spec
     assert (large.keys_per_token, small.keys_per_token) == (5990, 864)

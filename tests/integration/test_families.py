@@ -1,8 +1,8 @@
 """Tiny models of some families: transformers' tokens on every path, cold and warm.
 
-Gemma 3 has sliding windows in five layers of six, Mixtral in all. Qwen3-Next and Qwen3.5 keep states. One model is
-quantized. No family of ours computes OLMo 3, so transformers' modules do. With two ranks a node, the families have the
-tokens of one rank, transformers'.
+Gemma 3 has sliding windows in five layers of six, Mixtral in all. Qwen3-Next and Qwen3.5 keep states, DeepSeek's
+relatives latents. One model is quantized. No family of ours computes OLMo 3, so transformers' modules do. With two
+ranks a node, the families have the tokens of one rank, transformers'.
 
 With PD_TEST_DEVICE=cuda the same in float32 on GPUs, through the kernels for them. The quantized model is left out
 there: float8 products round its activations.
@@ -47,23 +47,28 @@ SLOW = (
     "gpt-oss-mxfp4",
     "qwen3.5",
     "qwen3.5-experts",
+    "deepseek-v2",
+    "deepseek-v3",
+    "glm4-lite",
+    "mistral4",
 )
 
 
-# Each has two KV heads
-RANKED = ("llama", "qwen3-yarn", "gemma3", "qwen3-experts", "gpt-oss-mxfp4", "qwen3-next", "qwen3.5")
+# Each has two KV heads, or latents, which each rank has whole
+RANKED = ("llama", "qwen3-yarn", "gemma3", "qwen3-experts", "gpt-oss-mxfp4", "qwen3-next", "qwen3.5", "moonlight")
+CUT_APART = ("gpt-oss-mxfp4", "qwen3-next", "qwen3.5", "deepseek-v3")
 UNEQUAL = ((1, 2), (2, 1))
 
 
 def _cases() -> Iterator[object]:
     """Models, and the ranks of P and of D."""
-    for name in ("gemma3", "qwen3-next"):
+    for name in ("gemma3", "qwen3-next", "moonlight"):
         yield pytest.param((name, 1, 1), id=name)
     for name in SLOW:
         yield pytest.param((name, 1, 1), id=name, marks=pytest.mark.slow)
     for name in RANKED:
         yield pytest.param((name, 2, 2), id=f"{name}-2-ranks", marks=pytest.mark.slow)
-    for name, (prefill, decode) in product(("gpt-oss-mxfp4", "qwen3-next", "qwen3.5"), UNEQUAL):
+    for name, (prefill, decode) in product(CUT_APART, UNEQUAL):
         yield pytest.param((name, prefill, decode), id=f"{name}-{prefill}-to-{decode}-ranks", marks=pytest.mark.slow)
 
 

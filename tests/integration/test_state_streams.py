@@ -1,4 +1,7 @@
-"""The decode node of a tiny Qwen3-Next's streams dies: another one computes their tokens and has their states."""
+"""The decode node of a tiny model's streams dies: P computes what another one goes on with.
+
+Qwen3-Next has states, which are not kept for the middle of an answer; Moonlight has latents.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from tests.integration.fault_cluster import DECODE_FLAGS, VOCABULARY, wait_clean
 from tests.integration.number_model import save_tokenizer
 from tests.integration.stream_cluster import PROMPTS, StreamCluster, kill
 from tests.models.state_models import STATE_MODELS
-from tests.worker.conftest import save_model
+from tests.worker.conftest import MODELS, save_model
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -28,9 +31,15 @@ def anyio_backend() -> str:
     return "asyncio"
 
 
+@pytest.fixture(params=["qwen3-next", "moonlight"])
+def name(request: pytest.FixtureRequest) -> str:
+    found: str = request.param
+    return found
+
+
 @pytest.fixture
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StreamCluster]:
-    directory, (kind, options) = tmp_path_factory.mktemp("model"), STATE_MODELS["qwen3-next"]
+def cluster(name: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[StreamCluster]:
+    directory, (kind, options) = tmp_path_factory.mktemp("model"), {**MODELS, **STATE_MODELS}[name]
     save_model(kind, directory, {**options, "vocab_size": VOCABULARY.stop})
     save_tokenizer(directory, VOCABULARY.stop)
     model = f"--model={directory}"

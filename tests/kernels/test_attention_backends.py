@@ -14,6 +14,7 @@ from pd_kernels import attention_backends
 from pd_kernels.attention import AttentionShape
 from pd_kernels.attention_backends import ATTENTION_BACKENDS, choose_attention
 from pd_kernels.hopper_attention import HopperBackend, refusal
+from pd_kernels.latent import LatentDims, LatentPlan
 from pd_kernels.torch_attention import TorchAttention, TorchBackend
 from pd_kernels.triton_attention import TritonBackend
 from tests.kernels.paged import attention_shape, make_paged
@@ -52,7 +53,9 @@ def test_the_wanted_one_serves_or_says_why_not() -> None:
     assert choose_attention(SHAPE, CPU, "torch").refusals == {}
     with pytest.raises(ValueError, match=r"^needs a GPU$"):
         choose_attention(SHAPE, CPU, "triton")
-    with pytest.raises(ValueError, match=r"^there is no such backend; there are hopper, triton, torch$"):
+    with pytest.raises(
+        ValueError, match=r"^there is no such backend; there are hopper, triton, torch, latent-triton, latent-torch$"
+    ):
         choose_attention(SHAPE, CPU, "flash")
 
 
@@ -74,12 +77,22 @@ def test_each_backend_has_decided_on_each_field(monkeypatch: pytest.MonkeyPatch)
         "window": (20, "triton torch"),
         "has_fp8_cache": (True, "hopper triton torch"),
         "has_sinks": (True, "hopper triton torch"),
+        "latent": (LatentDims(64, 64, 128, 128), "latent-triton latent-torch"),
     }
     assert serving.keys() == {field.name for field in fields(AttentionShape)}
     for name, (value, names) in serving.items():
         shape = replace(SHAPE, **{name: value})
         found = [backend.name for backend in ATTENTION_BACKENDS if not backend.why_not(shape, CUDA)]
         assert found == names.split(), name
+
+
+@pytest.mark.parametrize("change", [{"window": 20}, {"has_sinks": True}, {"has_fp8_cache": True}])
+def test_latent_groups_are_refused_with_what_no_backend_computes(change: dict[str, Any]) -> None:
+    shape = replace(SHAPE, latent=LatentDims(64, 64, 128, 128), **change)
+    with pytest.raises(
+        ValueError, match=r"torch: has no latent keys; .*; latent-torch: has no (windows|sinks|float8 cache)$"
+    ):
+        choose_attention(shape, CPU)
 
 
 def test_both_groups_of_gpt_oss_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,6 +144,7 @@ def test_all_that_serve_a_group_on_a_gpu_agree(window: int) -> None:
     found = []
     for backend in serving:
         plan = backend.attention(shape, DEVICE).plan(paged.packed)
+        assert not isinstance(plan, LatentPlan)
         found.append(plan.run(paged.query, paged.cache, scale))
     for out in found[:-1]:
         assert (out.double() - found[-1].double()).abs().max() < TOLERANCE[torch.bfloat16]

@@ -15,6 +15,7 @@ pytest.importorskip("triton", reason="the Triton kernels need triton")
 from pd_kernels import reference
 from pd_kernels.attention_backends import ATTENTION_BACKENDS
 from pd_kernels.fp8_cache import FP8
+from pd_kernels.latent import LatentPlan
 from pd_kernels.torch_attention import TorchAttention
 from pd_kernels.torch_ops import write_cache
 from pd_kernels.triton_block_copy import copy_blocks
@@ -172,6 +173,7 @@ def test_real_shapes_on_a_gpu(
         pytest.skip(f"{name} {reason}")
     moved, _ = in_slabs(paged, window, tail=name != "torch")
     plan = backend.attention(shape, DEVICE).plan(moved.packed)
+    assert not isinstance(plan, LatentPlan)
     found = plan.run(moved.query, moved.cache, moved.query.shape[2] ** -0.5)
     assert differs(found, wanted(paged, window)) < TOLERANCE[torch.bfloat16]
 

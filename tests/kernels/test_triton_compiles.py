@@ -112,6 +112,32 @@ def test_new_tokens_wait_for_the_product_and_old_ones_do_not(tmp_path: Path) -> 
         assert not re.search(r"st\.global|atom\.", found[name].split("griddepcontrol.wait", 1)[0].rpartition("bra ")[2])
 
 
+@WHICH
+def test_tiles_of_latents_are_keys_and_values(which: list[str], tmp_path: Path) -> None:
+    """A tile is in shared memory once, two programs of decodes share a multiprocessor, and nothing is read early."""
+    done = compile_by("tests.kernels.hopper_latent", tmp_path, *which)
+    found = json.loads(done.output[done.output.index("{") :])
+    for name, ptx in found["ptx"].items():
+        shared = found["shared"][name]
+        assert_registers_are_read(ptx, name)
+        if name.startswith("prefill"):
+            assert "mma.sync" not in ptx, name
+            assert shared <= 227 << 10, name
+            assert "wgmma.mma_async" in ptx, name
+            continue
+        ahead, behind = ptx.split("griddepcontrol.wait", 1)
+        assert "griddepcontrol.launch_dependents" in ahead, name
+        assert not re.search(r"st\.global|atom\.", ahead), name
+        if name.startswith("decode"):
+            rank = 256 if "256" in name else 512
+            assert "mma.sync" in behind, name  # of 16 rows; a warpgroup takes 64 at least
+            assert "wgmma" not in behind, name
+            assert "cp.async.cg" in behind, name  # a tile comes while another one is multiplied
+            assert 64 * (rank + 64) * 2 < shared <= 113 << 10, name
+            written = behind.split("atom.global.gpu.acq_rel.add", 1)[0]
+            assert "bar.sync" in written.rpartition("st.global")[2], name
+
+
 def assert_a_warpgroup_multiplies(ptx: str) -> None:
     """Rows of drafts, and parts of them are counted after a barrier and read past the L1 cache."""
     ahead, behind = ptx.split("griddepcontrol.wait", 1)

@@ -96,6 +96,10 @@ ROWS: dict[str, tuple[Files, tuple[str, ...]]] = {
     "tokenizer: pointer": ({**WHOLE, "tokenizer.json": LFS}, ("tokenizer.json is a git-lfs pointer", "git lfs pull")),
     "tokenizer: not JSON": ({**WHOLE, "tokenizer.json": b"{"}, ("cannot read", "tokenizer.json")),
     "no tokenizer": ({**CONFIG, "model.safetensors": None}, ("has no tokenizer: copy tokenizer.json",)),
+    "code": (  # Kimi's
+        {**CONFIG, "model.safetensors": None, "tiktoken.model": b"", "tokenization_kimi.py": b""},
+        ("tokenizer as code alone (tokenization_kimi.py), which is never run", "copy tokenizer.json"),
+    ),
     "tekken": ({**CONFIG, "model.safetensors": None, "tekken.json": {}}, ("tekken.json alone", "copy tokenizer.json")),
     "tiktoken": ({**CONFIG, "model.safetensors": None, "qwen.tiktoken": b""}, ("qwen.tiktoken alone", "copy")),
     "bert": ({**TEXTS, "config.json": BERT, "model.safetensors": None}, ("BertForMaskedLM", "is an encoder:")),

@@ -10,9 +10,13 @@ import torch
 
 from pd_cluster.models.forward_inputs import ForwardInputs, Tail
 from pd_cluster.models.state_views import state_caches
+from pd_cluster.worker.kernel_selection import latent_dims
+from pd_cluster.worker.kv_cache import view_of_layer
 from pd_kernels.attention import AttentionShape
+from pd_kernels.latent_attention import LatentAttention
 from pd_kernels.torch_attention import TorchAttention
-from pd_kernels.values import KeysValues, PackedSequences
+from pd_kernels.torch_latent import TorchLatent
+from pd_kernels.values import PackedSequences
 from tests.models.state_steps import Chunk, state_plan
 
 if TYPE_CHECKING:
@@ -21,8 +25,9 @@ if TYPE_CHECKING:
     from pd_cluster.models.mixer import LayerCache
     from pd_cluster.models.model import Model
     from pd_cluster.models.shard import Shard
+    from pd_kernels.attention import AttentionPlan
+    from pd_kernels.latent import LatentPlan
     from pd_kernels.state import StatePlan
-from pd_kernels.attention import AttentionPlan
 
 BLOCK, BLOCKS_OF_SEQUENCE, NUM_SEQUENCES = 16, 4, 6
 TABLES = np.random.default_rng(5).permutation(NUM_SEQUENCES * BLOCKS_OF_SEQUENCE).reshape(NUM_SEQUENCES, -1)
@@ -57,21 +62,25 @@ def serve_steps(
         states = torch.zeros(TABLES.size, *groups.pop().rank_shape(shard.size))
     caches = [torch.zeros((TABLES.size, num_kv_heads, *group.shape[1:]), dtype=dtype) for group in groups]
     layers: dict[int, LayerCache] = {
-        layer: KeysValues(cache[:, :, place, 0], cache[:, :, place, 1])
+        layer: view_of_layer(group.kind, cache, place)
         for group, cache in zip(groups, caches, strict=True)
         for place, layer in enumerate(group.layers)
     }
     if states is not None and spec.state is not None:
         layers |= state_caches(spec.state, states, dtype)
-    attentions = [
-        TorchAttention(
-            AttentionShape(num_heads, num_kv_heads, spec.head_dim, BLOCK, len(group.layers), dtype, group.window)
+    shapes = [
+        AttentionShape(
+            num_heads, num_kv_heads, group.shape[-1], BLOCK, len(group.layers), dtype, group.window,
+            latent=latent_dims(spec),
         )
         for group in groups
+    ]  # fmt: skip
+    attentions = [
+        TorchAttention(shape) if spec.latent is None else LatentAttention(shape, TorchLatent()) for shape in shapes
     ]
     logits = []
     for parts, sampling in steps:
-        plans: list[AttentionPlan] = [attention.plan(_packed(parts)) for attention in attentions]
+        plans: list[AttentionPlan | LatentPlan] = [attention.plan(_packed(parts)) for attention in attentions]
         ends = np.cumsum([count for _, _, count in parts]) - 1
         tail = None if sampling is None else Tail(torch.from_numpy(ends[sampling]).long(), None)
         places = [(sequence, start + index) for sequence, start, count in parts for index in range(count)]

@@ -32,16 +32,25 @@ FURTHER: dict[str, Config] = {  # what gives defaults a meaning
     "Qwen2ForCausalLM": {"use_sliding_window": True},
     "Qwen3ForCausalLM": {"use_sliding_window": True},
     "Glm4MoeForCausalLM": {"head_dim": 64},
+    "DeepseekV2ForCausalLM": {"num_experts_per_tok": 6},
+    "DeepseekV3ForCausalLM": {"num_key_value_heads": 64},
+    "Glm4MoeLiteForCausalLM": {"num_key_value_heads": 64},
+    "Mistral4ForCausalLM": {"num_key_value_heads": 64},
 }
 NEEDED = {  # without these we serve nothing, as published configs have them
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_experts_per_tok", "num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size",
     "shared_expert_intermediate_size",
 }  # fmt: skip
-REFUSED = {  # transformers parses Qwen's layers with windows, which have no width then: its forward fails
+# transformers parses these, and its forward fails: Qwen's layers with windows, which have no width then, and latent
+# attention with as many key heads as the model type has by default
+REFUSED = {
     "Gemma3ForCausalLM": {"rope_parameters.truncate"},
     "Qwen2ForCausalLM": {"use_sliding_window"},
     "Qwen3ForCausalLM": {"use_sliding_window"},
+    "DeepseekV3ForCausalLM": {"num_key_value_heads"},
+    "Glm4MoeLiteForCausalLM": {"num_key_value_heads"},
+    "Mistral4ForCausalLM": {"num_key_value_heads"},
 }
 
 
@@ -53,7 +62,9 @@ def model_types() -> list[tuple[str, str]]:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    native = [(name, kind) for kind, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items() if name in ARCHITECTURES]
+    # Mistral 4's text model alone is in no table of causal language models
+    known = [*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items(), ("mistral4", "Mistral4ForCausalLM")]
+    native = [(name, kind) for kind, name in known if name in ARCHITECTURES]
     return [(name, kind) for name, kind in native if not hasattr(CONFIG_MAPPING[kind], "text_config")]
 
 

@@ -16,7 +16,7 @@ from tests.models.state_models import STATE_MODELS
 from tests.models.test_config_defaults import FURTHER, model_types, read_by_transformers
 from tests.models.test_scaled_contexts import HERE
 from tests.models.test_yarn import GPT_OSS
-from tests.worker.conftest import COMMON, MODELS
+from tests.worker.conftest import COMMON, LATENT_MODELS, MODELS
 
 Config = dict[str, Any]
 ARCHITECTURE = {kind: name for name, kind in model_types()}
@@ -27,7 +27,10 @@ IGNORED = {
     "output_router_logits": True, "pad_token_id": 9, "pretraining_tp": 2, "router_aux_loss_coef": 0.5,
     "router_jitter_noise": 0.5, "use_cache": False,
 }  # fmt: skip
-WITHOUT_WINDOWS = {"qwen2_moe": {"sliding_window": 3, "max_window_layers": 1}, "qwen3_moe": {"sliding_window": 3}}
+WITHOUT_EFFECT: dict[str, Config] = {  # nor do these, of one model type: windows that none has, a size that is another
+    "qwen2_moe": {"sliding_window": 3, "max_window_layers": 1}, "qwen3_moe": {"sliding_window": 3},
+    "deepseek_v2": {"head_dim": 32},
+}  # fmt: skip
 ROPE = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}
 CHANGED: Config = {  # where twice the value is none, or fits no other setting
     "attn_logit_softcapping": 5.0, "final_logit_softcapping": 5.0, "mlp_only_layers": [1, 2], "num_experts_per_tok": 4,
@@ -46,6 +49,10 @@ def tiny(kind: str) -> Config:
     if name in FURTHER:
         further |= FURTHER[name] | {"max_window_layers": 1}
     shape = {"head_dim": 16, "num_hidden_layers": 3, "architectures": [name], "model_type": kind}
+    if name in {f"{family}ForCausalLM" for family, _ in LATENT_MODELS.values()}:
+        del shape["head_dim"]
+        further |= {"n_group": 4, "topk_group": 3, "first_k_dense_replace": 1}
+        further |= {"num_attention_heads": 6, "num_key_value_heads": 6}
     return deepcopy({**COMMON, **options, **further, **shape})
 
 
@@ -82,11 +89,13 @@ def reading(config: Config) -> Any:
 
 def logits_of(config: Config, weights: dict[str, torch.Tensor] | None = None) -> tuple[Any, torch.Tensor]:
     """Weights of transformers' model, and its logits of 12 tokens. `weights`: those to compute with."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    import transformers
+    from transformers import AutoConfig
 
     known = deepcopy({name: value for name, value in config.items() if name != "architectures"})
     parsed = AutoConfig.for_model(known.pop("model_type"), **known)
-    model = AutoModelForCausalLM.from_config(parsed, attn_implementation="eager", dtype=torch.float32).eval()
+    parsed._attn_implementation, parsed.dtype = "eager", torch.float32
+    model = getattr(transformers, config["architectures"][0])(parsed).eval()
     model.load_state_dict(weights or model.state_dict())
     with torch.inference_mode():
         return model.state_dict(), model(torch.arange(5, 17)[None]).logits
@@ -96,7 +105,7 @@ def logits_of(config: Config, weights: dict[str, torch.Tensor] | None = None) ->
 def test_a_field_of_the_model_type_is_read_or_refused_or_known_to_change_nothing(kind: str) -> None:
     base = tiny(kind)
     meant, whole, names = resolve_spec(HERE, base), read_by_transformers(base), config_class(kind).attribute_map
-    fields = fields_of(kind) - IGNORED.keys() - WITHOUT_WINDOWS.get(kind, {}).keys()
+    fields = fields_of(kind) - IGNORED.keys() - WITHOUT_EFFECT.get(kind, {}).keys()
     assert len(fields) >= 13
     lost = {
         name for name in fields if reading({**base, name: another(name, whole[names.get(name, name)], kind)}) == meant
@@ -109,7 +118,7 @@ def test_a_field_of_the_model_type_is_read_or_refused_or_known_to_change_nothing
 def test_fields_that_are_not_read_change_no_logits_of_transformers(kind: str) -> None:
     """Attention to later tokens does: it shows that logits can differ."""
     base = tiny(kind)
-    ignored = {**IGNORED, **WITHOUT_WINDOWS.get(kind, {})}
+    ignored = {**IGNORED, **WITHOUT_EFFECT.get(kind, {})}
     changes = {name: value for name, value in ignored.items() if name in fields_of(kind)}
     weights, expected = logits_of(base)
     assert torch.equal(logits_of({**base, **changes}, weights)[1], expected)
@@ -141,7 +150,7 @@ def test_a_wrapper_has_the_settings_of_the_text_type_that_transformers_reads(kin
 @pytest.mark.parametrize("kind", [kind for kind in TYPES if config_class(kind).attribute_map])
 def test_other_names_of_settings_count_as_in_transformers(kind: str) -> None:
     """Only experts are refused where both names are set, and differ."""
-    pairs = [pair for pair in config_class(kind).attribute_map.items() if pair[0] not in IGNORED]
+    pairs = [pair for pair in config_class(kind).attribute_map.items() if pair[0] not in (*IGNORED, "head_dim")]
     names = [name for pair in pairs for name in pair]
     values: tuple[Any, ...] = (None, False, True) if kind == "internlm3" else (None, 8, 16)
     base = {
@@ -162,6 +171,15 @@ def test_other_names_of_settings_count_as_in_transformers(kind: str) -> None:
         else:
             assert reading(config) == "refused", given
     assert compared >= 6
+
+
+def test_the_rotary_size_of_glm_4_7_flash_has_two_names() -> None:
+    base = tiny("glm4_moe_lite")
+    rest = {name: value for name, value in base.items() if name != "qk_rope_head_dim"}
+    for config in ({**rest, "head_dim": 16}, {**rest, "head_dim": 16, "qk_rope_head_dim": 16}):
+        assert reading(config) == resolve_spec(HERE, read_by_transformers(config))
+        assert reading(config).latent.rope == 16
+    assert reading({**base, "head_dim": 16}) == "refused"
 
 
 @pytest.mark.parametrize(

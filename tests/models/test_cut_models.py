@@ -21,7 +21,7 @@ from pd_kernels.backends import TORCH, Kernels
 from tests.models.paged_steps import ServedSteps, serve_steps
 from tests.models.rank_weights import EXACT, EXPERTS, PACKED, QUANTIZED, UNROUNDED, WIDE, CountedFile, save_random
 from tests.models.thread_ranks import run_ranks, shares
-from tests.worker.conftest import MODELS, SavedModel, save_model
+from tests.worker.conftest import LATENT_MODELS, MODELS, SavedModel, save_model
 from tests.worker.quantized_models import BLOCKS
 from tests.worker.test_few_rows import FEW_ROWS
 
@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from pd_kernels.gemm_selection import Product
 
 CPU = torch.device("cpu")
-KV_HEADS = {"llama-mha-linear-rope-tied": 8, "mistral-mqa": 1, "qwen3": 4}  # of 8 heads; others have 2
+# Of 8 heads; others have 2
+KV_HEADS = {"llama-mha-linear-rope-tied": 8, "mistral-mqa": 1, "qwen3": 4, **dict.fromkeys(LATENT_MODELS, 8)}
 
 
 class SplitStore:

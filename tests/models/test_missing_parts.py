@@ -14,7 +14,7 @@ from pd_cluster.launch.preflight import model_problems
 from pd_cluster.models.missing_parts import MISSING_PARTS
 from pd_cluster.models.registry import ARCHITECTURES, choose_implementation
 from pd_cluster.models.wrapper import WRAPPERS
-from tests.models.test_scaled_contexts import HERE, LLAMA
+from tests.models.test_scaled_contexts import HERE
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -28,9 +28,7 @@ REFUSED = {  # `model_type` on the hub -> its architecture, and a word of what i
     "falcon_h1": ("FalconH1ForCausalLM", "Mamba-2"),
     "bamba": ("BambaForCausalLM", "Mamba-2"),
     "granitemoehybrid": ("GraniteMoeHybridForCausalLM", "Mamba-2"),
-    "kimi_k2": ("DeepseekV3ForCausalLM", "MLA"),
-    "kimi_k25": ("KimiK25ForConditionalGeneration", "MLA"),
-    "mistral4": ("Mistral4ForCausalLM", "MLA"),
+    "kimi_k25": ("KimiK25ForConditionalGeneration", "4 bits"),
 }
 
 
@@ -47,13 +45,6 @@ def test_the_refusal_names_the_architecture_and_what_is_missing(tmp_path: Path, 
     assert check_model(settings).detail == problem
     with pytest.raises(UnservedModel, match=r"^model/config\.json: transformers' modules cannot be"):
         choose_implementation(HERE, config, "transformers")
-
-
-def test_latent_attention_is_refused_only_where_the_modules_refuse_it() -> None:
-    latent = {**LLAMA, "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "n_routed_experts": 8}
-    assert choose_implementation(HERE, latent, "auto")[0].modules is not None
-    with pytest.raises(UnservedModel, match=r"DeepseekV3ForCausalLM is not served: it needs latent attention \(MLA\)"):
-        choose_implementation(HERE, {**latent, "quantization_config": {"quant_method": "fp8"}}, "auto")
 
 
 def test_no_model_is_both_served_and_missing_a_part() -> None:

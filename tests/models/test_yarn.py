@@ -41,7 +41,17 @@ ROPES: dict[str, dict[str, Any]] = {
     "minimax-m2": {**YARN, "partial_rotary_factor": 0.5, "truncate": False},
     "gemma3": {**GEMMA3_ROPE, "full_attention": YARN},
     "gpt-oss": {**YARN, "truncate": False},
-}
+    "deepseek-v2": {**YARN, "mscale": 0.707, "mscale_all_dim": 0.707},
+    "deepseek-v3": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.8, "truncate": False},
+    "glm4-lite": YARN,
+    "mistral4": {
+        **YARN,
+        "mscale_all_dim": 1.0,
+        "mscale": 1.0,
+        "llama_4_scaling_beta": 0.1,
+        "partial_rotary_factor": 0.4,
+    },
+}  # fmt: skip
 PART: dict[str, Any] = {**YARN, "partial_rotary_factor": 0.5}
 STATE_ROPES: dict[str, dict[str, Any]] = {
     "qwen3-next": PART,

@@ -43,7 +43,31 @@ GPT_OSS = {
         "truncate": False, "original_max_position_embeddings": 16,
     },
 }  # fmt: skip
+_LATENT = {
+    "num_key_value_heads": 6, "kv_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 12, "v_head_dim": 20,
+    "q_lora_rank": 28, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24,
+}  # fmt: skip
+_LATENT_YARN = {
+    **YARN_ROPE, "rope_theta": 1e4, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 0.8, "mscale_all_dim": 1.2,
+}  # fmt: skip
+LATENT_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "deepseek-v2": ("DeepseekV2", {**_LATENT, "n_group": 4, "topk_group": 2, "topk_method": "group_limited_greedy",
+                                   "routed_scaling_factor": 3.0, "rope_parameters": _LATENT_YARN,
+                                   "first_k_dense_replace": 1}),
+    "deepseek-v2-lite": ("DeepseekV2", {**_LATENT, "q_lora_rank": None, "first_k_dense_replace": 1}),
+    "deepseek-v3": ("DeepseekV3", {**_LATENT, "n_group": 4, "topk_group": 2, "rope_parameters": _LATENT_YARN,
+                                   "first_k_dense_replace": 1}),
+    "moonlight": ("DeepseekV3", {**_LATENT, "q_lora_rank": None, "n_group": 1, "topk_group": 1, "n_shared_experts": 2,
+                                 "first_k_dense_replace": 1, "routed_scaling_factor": 2.446, "rope_interleave": True}),
+    "deepseek-v3-halves": ("DeepseekV3", {**_LATENT, "n_group": 1, "topk_group": 1, "rope_interleave": False,
+                                          "first_k_dense_replace": 0}),
+    "glm4-lite": ("Glm4MoeLite", {**_LATENT, "rms_norm_eps": 1e-5}),
+    "mistral4": ("Mistral4", {**_LATENT, "kv_lora_rank": 16, "rope_parameters": {
+        **_LATENT_YARN, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
+        "partial_rotary_factor": 0.4}}),
+}  # fmt: skip
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    **LATENT_MODELS,
     "llama": ("Llama", {}),
     "llama-llama3-rope-biases": (
         "Llama",
@@ -146,6 +170,14 @@ class SavedModel:
         return logits.float().log_softmax(-1)
 
 
+def as_released(model: Any) -> Any:
+    """The `model` with the scores of the released Mistral Small 4, where transformers has others: see the registry."""
+    for module in model.modules():
+        if type(module).__name__ == "Mistral4Attention":
+            module.scaling = module.qk_head_dim**-0.5
+    return model
+
+
 def save_model(kind: str, directory: Path, options: dict[str, Any], seed: int = 0) -> SavedModel:
     """A random model of transformers' `{kind}ForCausalLM`, norms, biases and sinks random too.
 
@@ -157,7 +189,7 @@ def save_model(kind: str, directory: Path, options: dict[str, Any], seed: int = 
     model_class = getattr(transformers, f"{kind}ForCausalLM")
     packed = options.get("packed", False)
     settings = {name: value for name, value in {**COMMON, **options}.items() if name != "packed"}
-    model = model_class(model_class.config_class(**settings)).eval()
+    model = as_released(model_class(model_class.config_class(**settings)).eval())
     is_offset = kind == "Gemma3" or hasattr(model.config, "linear_num_key_heads")  # its norms multiply by 1 more
     with torch.no_grad():
         for name, parameter in (*model.named_parameters(), *model.named_buffers()):

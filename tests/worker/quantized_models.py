@@ -14,13 +14,18 @@ from safetensors.torch import load_file, save_file
 from pd_kernels import reference
 from pd_kernels.quantized import MOST, QuantizedWeight
 from tests.kernels.quantized_weights import quantize_weight
-from tests.worker.conftest import SavedModel, save_model
+from tests.worker.conftest import SavedModel, as_released, save_model
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic", "fmt": "e4m3"}
 TENSOR = {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]}
+# Mistral Small 4's: scales that are named as those of blocks, and experts in one tensor
+MISTRAL = {
+    "quant_method": "fp8", "weight_block_size": None, "activation_scheme": "static",
+    "modules_to_not_convert": ["model.vision_tower", "model.multi_modal_projector", "lm_head"],
+}  # fmt: skip
 _FLOAT8 = {"num_bits": 8, "type": "float", "symmetric": True, "group_size": None, "block_structure": None}
 
 
@@ -112,17 +117,22 @@ def save_quantized(case: QuantizedCase, directory: Path, seed: int = 0) -> Saved
             groups[module] = weight.group
             stored |= _as_stored(module, weight, case.settings)
             dequantized[name] = reference.dequantize(weight)
+        elif tensor.dim() == 3 and case.settings == MISTRAL:
+            scale = tensor.abs().amax((1, 2), keepdim=True) / MOST
+            stored[name] = (tensor / scale).to(torch.float8_e4m3fn)
+            stored |= {f"{name}_scale_inv": scale, f"{name}_activation_scale": torch.ones(len(tensor))}
+            dequantized[name] = stored[name].float() * scale
     save_file(stored, directory / "model.safetensors")
     config = json.loads((plain / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps({**config, "quantization_config": case.settings}))
     save_file(dequantized, plain / "model.safetensors", {"format": "pt"})
-    model = type(saved.model).from_pretrained(plain, dtype=torch.float32).eval()
+    model = as_released(type(saved.model).from_pretrained(plain, dtype=torch.float32).eval())
     _round_rows(model, groups)
     return SavedModel(directory, model)
 
 
 def _quantized(tensor: torch.Tensor, settings: dict[str, Any]) -> QuantizedWeight:
-    if "weight_block_size" in settings or '"block"' in json.dumps(settings):
+    if settings.get("weight_block_size") or '"block"' in json.dumps(settings):
         return quantize_weight(tensor, is_blocks=True)
     if "channel" in json.dumps(settings):
         return quantize_weight(tensor, is_blocks=False)
@@ -133,11 +143,13 @@ def _quantized(tensor: torch.Tensor, settings: dict[str, Any]) -> QuantizedWeigh
 def _as_stored(module: str, weight: QuantizedWeight, settings: dict[str, Any]) -> dict[str, torch.Tensor]:
     found = {f"{module}.weight": weight.values}
     if weight.is_blocks:
-        name = "weight_scale_inv" if "weight_block_size" in settings else "weight_scale"
+        name = "weight_scale_inv" if settings.get("weight_block_size") else "weight_scale"
         return {**found, f"{module}.{name}": weight.scales}
     if "channel" in json.dumps(settings):
         return {**found, f"{module}.weight_scale": weight.scales}
     scale = weight.scales[0] if "config_groups" in settings else weight.scales[0, 0]  # [1], or ()
+    if settings == MISTRAL:
+        return {**found, **{f"{module}.{name}": scale.clone() for name in ("weight_scale_inv", "activation_scale")}}
     unused = ["input_scale", *(["k_scale"] if module.endswith("k_proj") else [])]  # of rows, of an FP8 KV cache
     return {**found, **{f"{module}.{name}": scale.clone() for name in ("weight_scale", *unused)}}
 

@@ -20,6 +20,7 @@ from pd_kernels import reference
 from pd_kernels.attention import AttentionShape
 from pd_kernels.attention_backends import choose_attention
 from pd_kernels.backends import TORCH, Kernels, no_few_rows
+from pd_kernels.latent import LatentPlan
 from pd_kernels.selection import select_kernels
 from pd_kernels.values import HalfNormed, KeysValues, PackedSequences
 
@@ -111,7 +112,9 @@ def prepare(model: Model, count: int, sampling: list[int] | None) -> Callable[[]
             host_query_lens=np.ones(len(rows), np.int64),
             host_seq_lens=lengths[rows],
         )
-        return attention.plan(packed)
+        plan = attention.plan(packed)
+        assert not isinstance(plan, LatentPlan)
+        return plan
 
     tail = None
     if sampling is not None:

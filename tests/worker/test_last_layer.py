@@ -87,7 +87,7 @@ def last_layer_rows(executor: DeviceExecutor) -> list[int]:
     ("name", "kernels", "budget"),
     [
         pytest.param(name, kernels, budget, id=f"{name}-{title}-{budget}", marks=[pytest.mark.slow] * is_slow)
-        for name in [*WINDOWED, "qwen3-experts"]
+        for name in [*WINDOWED, "qwen3-experts", "deepseek-v3"]
         for kernels, title, budget, is_slow in (
             (TORCH, "usual", 9, False), (FEW_ROWS, "few-rows", 33, False),
             (TORCH, "usual", 512, name not in ("qwen3", "gemma3")),

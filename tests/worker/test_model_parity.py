@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pd_cluster.protocol.sampling_params import SamplingParams
-from tests.worker.conftest import MODELS, VOCAB_SIZE, ModelStore, SavedModel
+from tests.worker.conftest import LATENT_MODELS, MODELS, VOCAB_SIZE, ModelStore, SavedModel
 from tests.worker.driver import Driver, make_executor, random_prompts
 
 if TYPE_CHECKING:
@@ -20,6 +20,7 @@ NUM_TOKENS = 12
 LENGTHS = (1, 15, 16, 17, 70, 40)
 MIXTURES = ["qwen3-experts", "qwen2-shared-expert", "mixtral", "glm4-experts", "glm4-air", "minimax-m2"]
 GPT_OSS = ["gpt-oss", "gpt-oss-mxfp4"]
+LATENT = ["deepseek-v3", "moonlight", "glm4-lite", "mistral4"]
 # More than 1e-5 of the deviation: the experts are larger, and transformers' own logits are 1.8e-5 from those of float64
 EXACT = {"gpt-oss-mxfp4": 2e-5}
 PREFIX = ["llama", "mistral-window", "qwen2-some-windows", "qwen2-shared-expert", "glm4-experts", "minimax-m2"]
@@ -62,7 +63,7 @@ def test_logprobs_equal_transformers(models: ModelStore, name: str, budget: int)
 
 
 @pytest.mark.parametrize("budget", [23, 512])
-@pytest.mark.parametrize("name", [*MIXTURES, *GPT_OSS])
+@pytest.mark.parametrize("name", [*MIXTURES, *GPT_OSS, *LATENT_MODELS])
 def test_logits_of_mixtures_equal_transformers(
     models: ModelStore, monkeypatch: pytest.MonkeyPatch, name: str, budget: int
 ) -> None:
@@ -86,7 +87,7 @@ def test_logits_of_mixtures_equal_transformers(
     assert (logits - expected).abs().max() <= EXACT.get(name, 1e-5) * expected.std()
 
 
-@pytest.mark.parametrize("name", ["gpt-oss", "gpt-oss-mxfp4", "gemma3", "qwen3-experts"])
+@pytest.mark.parametrize("name", ["gpt-oss", "gpt-oss-mxfp4", "gemma3", "qwen3-experts", *LATENT])
 def test_logits_after_a_cached_prefix_equal_transformers(models: ModelStore, name: str) -> None:
     """A cache that is wrong at its end changes few tokens. Blocks that no group reads any more are NaN."""
     saved, found = models.get(name), list[torch.Tensor]()
@@ -146,7 +147,7 @@ def test_the_demo_model_equals_transformers(demo_directory: Path) -> None:
     assert outputs == [saved.greedy(prompt, output) for prompt, output in zip(prompts, outputs, strict=True)]
 
 
-@pytest.mark.parametrize("name", ["llama", "glm4-experts", "minimax-m2", "gpt-oss"])
+@pytest.mark.parametrize("name", ["llama", "glm4-experts", "minimax-m2", "gpt-oss", *LATENT])
 def test_arrivals_departures_and_preemption_leave_the_others_alone(models: ModelStore, name: str) -> None:
     saved = models.get(name)
     prompts = random_prompts([20, 60, 33, 5], VOCAB_SIZE, seed=4)

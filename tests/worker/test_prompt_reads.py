@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @pytest.mark.parametrize(
-    "name", ["llama-mha-linear-rope-tied", "qwen3-some-windows", "qwen3-experts", "gemma3", "gpt-oss"]
+    "name", ["llama-mha-linear-rope-tied", "qwen3-some-windows", "qwen3-experts", "gemma3", "gpt-oss", "moonlight"]
 )
 def test_reads_equal_transformers(models: ModelStore, name: str) -> None:
     saved = models.get(name)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -33,7 +33,10 @@ if TYPE_CHECKING:
     from pd_cluster.worker.step_inputs import Samples
     from pd_kernels.attention import AttentionPlan, GroupAttention, Replayable
     from pd_kernels.chunk_tiles import ChunkTiles
+    from pd_kernels.latent import LatentPlan
     from pd_kernels.values import Ints, StepSize
+
+Plan: TypeAlias = "AttentionPlan | LatentPlan"
 
 
 class StepPlaces(NamedTuple):
@@ -99,7 +102,7 @@ class CapturedStep(Protocol):
         `lens`, `ends` [n]: the number of tokens of each chunk, and the position after its last token.
         """
 
-    def plan(self, places: StepPlaces, block_tables: Sequence[torch.Tensor]) -> tuple[list[AttentionPlan], Tail | None]:
+    def plan(self, places: StepPlaces, block_tables: Sequence[torch.Tensor]) -> tuple[list[Plan], Tail | None]:
         """Plan the attention of each KV group, and name the rows that sample (None: all). The graph captures both.
 
         `block_tables`: by KV group.
@@ -145,7 +148,7 @@ class DecodeStep:
     ) -> None:
         """Writes nothing, because padding has length 0."""
 
-    def plan(self, places: StepPlaces, block_tables: Sequence[torch.Tensor]) -> tuple[list[AttentionPlan], None]:
+    def plan(self, places: StepPlaces, block_tables: Sequence[torch.Tensor]) -> tuple[list[Plan], None]:
         lens = places.lengths.to(torch.int32)
         plans = [
             attention.plan(StepOnDevice(lens, lens, self.query_starts, tables[: self.size.num_seqs], self.no_tiles))
@@ -237,7 +240,7 @@ class MixedStep:
         for tiles, place in parts.tiles.items():
             place[:] = tiles.cut(lens, ends, num_decodes, padding_seq=self.size.num_seqs)
 
-    def plan(self, places: StepPlaces, block_tables: Sequence[torch.Tensor]) -> tuple[list[AttentionPlan], Tail | None]:
+    def plan(self, places: StepPlaces, block_tables: Sequence[torch.Tensor]) -> tuple[list[Plan], Tail | None]:
         parts: MixedPlaces = places.attention
         decode_lens, seq_lens, query_starts = (
             numbers.to(torch.int32) for numbers in (parts.decode_lens, parts.seq_lens, parts.query_starts)
