@@ -276,6 +276,25 @@ def test_few_rows_have_a_product_for_betas_and_decays_beside_float8(is_quantized
     torch.testing.assert_close(*found, rtol=0, atol=TOLERANCE * float(found[0].std()))
 
 
+@pytest.mark.parametrize("part", ["", ".down_proj", ".gate_proj"])
+def test_a_shared_expert_that_is_not_quantized_as_the_others_stays_apart(part: str) -> None:
+    plain = [f"model.layers.{layer}.mlp.shared_expert{part}" for layer in (0, 1)] if part else []
+    if part == ".gate_proj":
+        plain += [name.replace("gate", "up") for name in plain]
+    settings = FLOAT8["qwen3-next"].settings
+    config = {
+        **_WIDE, **_WIDE_EXPERTS, "architectures": ["Qwen3NextForCausalLM"], "vocab_size": 320,
+        "linear_key_head_dim": 128, "linear_value_head_dim": 128, "shared_expert_intermediate_size": 128,
+        "quantization_config": {**settings, "modules_to_not_convert": [*settings["modules_to_not_convert"], *plain]},
+    }  # fmt: skip
+    model = build_model(resolve_spec(Path(), config), TORCH, 64, torch.float32, torch.device("cpu"))
+    assert isinstance(model, Qwen3Next)
+    assert ("shared_down" in model._linears) == bool(part)
+    fill_at_random(model, seed=3)
+    model.finish_loading()
+    assert StateSteps(model).step(Chunk([5, 6, 7], 0, TABLES[0], 1)).isfinite().all()
+
+
 @pytest.mark.parametrize("settings", [None, FLOAT8["qwen3-next"].settings], ids=["plain", "float8"])
 def test_dummy_weights_are_the_same_whole_model_at_any_degree(settings: dict[str, Any] | None) -> None:
     config = {
