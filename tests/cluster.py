@@ -37,6 +37,7 @@ READY_DEADLINE_S = 150.0  # a node needed more than 60 s beside nineteen busy pr
 STOP_DEADLINE_S = 60.0
 GONE_DEADLINE_S = 60.0
 POLL_S = 0.02
+NUM_LAST_LINES = 30  # of a process that ended before its launcher
 TEST_KEY = "a key that only tests know"
 REAL = os.environ.get("PD_TEST_REAL") == "1"  # no command is forked
 DEVICE = os.environ.get("PD_TEST_DEVICE", "cpu")  # of the nodes; "cuda": for tests that fix the size of the KV cache
@@ -237,6 +238,9 @@ class Launcher:
             with suppress(ForkServerDied):  # it is told below
                 if launched.returncode is None:
                     launched.send(signal.SIGTERM)
+                elif launched.returncode > 0:  # pytest shows it below a test that failed by this
+                    told = "\n".join(launched.output.splitlines()[-NUM_LAST_LINES:])
+                    sys.stderr.write(f"{launched.name} had ended with status {launched.returncode}:\n{told}\n")
         while self._launched:
             launched = self._launched.pop()
             try:

@@ -4,9 +4,9 @@
     launcher.node("prefill", environment=IMPATIENT)  # judges silence as the product does
     launcher.node("mixed", environment=PATIENT_WITH_STEPS)  # so, too, but a step of several ranks may take longer
 
-The hooks of tests/fork_server.py. The product gives a silent engine 2.25 s, a silent peer 2.5 s, and P's HTTP 3 s to
-take a connection and between two bytes of its answer to D. It has no flags for that. Here the engine announces
-PATIENCE_S with its first step, and all get as long.
+The hooks of tests/fork_server.py. The product gives a silent engine 2.25 s, a silent peer 2.5 s, a silent rank 3 s, a
+step of several ranks 5 s, and P's HTTP 3 s to take a connection and between two bytes of its answer to D. It has no
+flags for that. Here the engine announces PATIENCE_S with its first step, and all get as long.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ PATIENCE_S = 2 * HANG_S
 def be_patient() -> None:
     """In an engine, before it starts."""
     from pd_cluster.engine.pipeline import Pipeline
+    from pd_cluster.worker import rank_link, ranks
     from pd_connectors import base
 
     allow = Pipeline._allow
@@ -41,6 +42,8 @@ def be_patient() -> None:
         base.ConnectorContext, silence_s=PATIENCE_S, connect_deadline_s=PATIENCE_S, confirm_deadline_s=PATIENCE_S
     )
     mock.patch.object(base, "ConnectorContext", patient).start()
+    mock.patch.object(ranks, "RankLink", partial(rank_link.RankLink, silence_s=PATIENCE_S)).start()
+    wait_for_steps()
 
 
 def wait_for_peers() -> None:

@@ -34,7 +34,7 @@ from tests.patient_node import IMPATIENT
 from tests.security.smallest_members import Place, places
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+    from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 SIZE = 8_000_000  # of a body; 8 MiB and 64 bytes for each token of the context are read
@@ -60,22 +60,32 @@ class Sent(NamedTuple):
 
 
 class Body(NamedTuple):
-    """A request of the attack. `name`: in figures and errors."""
+    """A request of the attack, built when it is sent: all of them are GB. `name`: in figures and errors."""
 
     name: str
-    path: str
-    data: bytes
+    place: Place
+    member: bytes
+    size: int
+
+    @property
+    def path(self) -> str:
+        """Of the endpoint."""
+        return self.place.path
+
+    def data(self) -> bytes:
+        """What is sent."""
+        return self.place.body(self.member, self.size)
 
 
 def review() -> Iterator[Body]:
     """The bodies of the second review, worst first."""
 
     def chat(name: str, begin: bytes, member: bytes, end: bytes) -> Body:
-        inner = b",".join([member] * (SIZE // (len(member) + 1)))
-        return Body(name, CHAT, b'{"max_tokens":1,' + begin + inner + end + b"}")
+        return Body(name, Place(CHAT, name, b'{"max_tokens":1,' + begin, end + b"}", (member,)), member, SIZE)
 
-    fields = b",".join(b'"k%d":1' % number for number in range(600_000))
-    yield Body("fields", COMPLETIONS, b'{"prompt":"a","max_tokens":1,' + fields + b"}")
+    field = b'"k%d":1'
+    place = Place(COMPLETIONS, "fields", b'{"prompt":"a","max_tokens":1,', b"}", (field,))
+    yield Body("fields", place, field, SIZE)
     call = b'{"role":"assistant","tool_calls":[{"function":{"name":"a","arguments":"{}"}}]}'
     yield chat("calls", b'"messages":[', call, b"]")
     yield chat("tools", b'"messages":[{"role":"user","content":"a"}],"tools":[', b"{}", b"]")
@@ -110,30 +120,40 @@ def mixed(turn: int, count: int) -> Iterator[Body]:
 
 
 def _body_of(place: Place, member: bytes, size: int) -> Body:
-    return Body(f"{place.name} {member!r}", place.path, place.body(member, size))
+    return Body(f"{place.name} {member!r}", place, member, size)
 
 
 def _is_let_pass(body: Body) -> bool:
     try:
-        RequestBody(body.data, dialect_of(body.path))
+        RequestBody(body.data(), dialect_of(body.path))
     except InvalidRequest:
         return False
     return True
 
 
-def attack(url: str, make: Callable[[], Iterable[Body]], at_once: int) -> list[Sent]:
-    """Send the bodies. In a process of its own: `make` takes time."""
+def made(make: Callable[[], Iterable[Body]]) -> list[Body]:
+    """All bodies, before the first is sent: to find the largest ones takes a minute and more.
+
+    While one loop both sent and searched, the answers of the requests in flight waited for the search, and ANSWER_S
+    was over before any was read.
+    """
     os.nice(10)
+    return list(make())
+
+
+def attack(url: str, bodies: Sequence[Body], at_once: int) -> list[Sent]:
+    """Send the bodies. In a process of its own: to build one takes up to 0.2 s."""
 
     async def send_all() -> list[Sent]:
-        waiting, sent = iter(make()), list[Sent]()
+        waiting, sent = iter(bodies), list[Sent]()
         timeout, connector = aiohttp.ClientTimeout(total=ANSWER_S), aiohttp.TCPConnector(limit=0, force_close=True)
         async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
 
             async def send() -> None:
                 for body in waiting:
+                    data = body.data()
                     begun_s = time.monotonic()
-                    status = await _post(session, url, body)
+                    status = await _post(session, url + body.path, data)
                     sent.append(Sent(round(time.monotonic() - begun_s, 3), f"{body.path} {body.name}", status))
 
             await asyncio.gather(*(send() for _ in range(at_once)))
@@ -142,11 +162,11 @@ def attack(url: str, make: Callable[[], Iterable[Body]], at_once: int) -> list[S
     return asyncio.run(send_all())
 
 
-async def _post(session: aiohttp.ClientSession, url: str, body: Body) -> int:
+async def _post(session: aiohttp.ClientSession, url: str, data: bytes) -> int:
     """The status of the whole answer; 0 for none."""
     headers = {"content-type": "application/json"}
     try:
-        async with session.post(url + body.path, data=io.BytesIO(body.data), headers=headers) as answer:
+        async with session.post(url, data=io.BytesIO(data), headers=headers) as answer:
             await answer.read()
             return answer.status
     except (aiohttp.ClientError, TimeoutError):
@@ -207,7 +227,7 @@ class StormedCluster:
         self._session = aiohttp.ClientSession(timeout=timeout, connector=connector, read_bufsize=1 << 20)
         for _ in range(2):
             body = json.dumps({"prompt": WARM, "max_tokens": 8}).encode()
-            assert await _post(self._session, self.router.url, Body("warm", COMPLETIONS, body)) == 200
+            assert await _post(self._session, self.router.url + COMPLETIONS, body) == 200
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -218,10 +238,10 @@ class StormedCluster:
     ) -> Seen:
         """What others see while the bodies are sent to `to`, `at_once` at a time."""
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-            await asyncio.wrap_future(pool.submit(time.monotonic))  # it has started
+            bodies = await asyncio.wrap_future(pool.submit(made, make))
             async with self.watched(num_victims) as seen:
                 begun_s = time.monotonic()
-                sent = await asyncio.wrap_future(pool.submit(attack, self.urls[to], make, at_once))
+                sent = await asyncio.wrap_future(pool.submit(attack, self.urls[to], bodies, at_once))
                 seen.seconds = time.monotonic() - begun_s
         seen.statuses = Counter(one.status for one in sent)
         hidden = "/pd/" if to == "router" else "-"  # paths that it refuses without reading the body

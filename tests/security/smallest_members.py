@@ -87,7 +87,7 @@ class Place(NamedTuple):
 @lru_cache(maxsize=32)
 def repeated(member: bytes, size: int) -> bytes:
     """`size` bytes of members, at least two of them."""
-    if member is DEPTH:
+    if member == DEPTH:
         return b"[" * (size // 2) + b"]" * (size // 2)
     if member in TEXTS:
         return member * (size // len(member))

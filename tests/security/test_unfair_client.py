@@ -1,6 +1,7 @@
 """One abusive client beside a victim: the victim's time to its first token, alone and beside, in one run.
 
-The same in virtual time is `tests/scheduling/test_turns.py`.
+For a machine with nothing else to do: rows of the abuse alone make a step take 2.1 times the CPU, and a p99 of 400 has
+whatever else runs. The same in virtual time is `tests/scheduling/test_turns.py`.
 """
 
 from __future__ import annotations
