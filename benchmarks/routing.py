@@ -68,7 +68,7 @@ class RoutingCounter:
         ) -> tuple[torch.Tensor, torch.Tensor]:
             scores, chosen = kernels.route(x, router, bias, routing)
             if len(chosen) == self.num_tokens:
-                self._counts.append(torch.unique(chosen).numel())
+                self._counts.append(torch.unique(chosen[:, : routing.num_chosen]).numel())
             return scores, chosen
 
         return replace(kernels, route=route)

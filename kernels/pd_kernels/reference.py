@@ -11,7 +11,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 
 from pd_kernels.fp8_cache import stored
 from pd_kernels.quantized import BLOCK, LEAST, MOST, QuantizedRows, QuantizedWeight
@@ -253,12 +252,13 @@ def route(
     """The experts of each token of `x` [T, in], and their scores. See Routing.
 
     `router` [E, in] and `bias` [E], in float32 or more: products and scores have the router's dtype. Experts are in the
-    order of their scores plus bias. Of equal ones the lowest expert comes first. A shared expert comes last; `router`
-    then is [E + 1, in]. -> scores and experts (int64), [T, num_scores].
+    order of their scores plus bias. Of equal ones the lowest expert comes first. Shared experts, from E on, come last;
+    with a gate, `router` is [E + 1, in]. -> scores and experts (int64), [T, num_scores].
     """
     products = x.to(router.dtype) @ router.T
-    if routing.has_shared:
-        products, gates = products[:, :-1], products[:, -1:]
+    gates = products.new_ones(len(x), routing.num_shared)
+    if routing.shared_gated:
+        products, gates = products[:, :-1], products[:, -1:].sigmoid()
     if routing.biases_products and bias is not None:
         products, bias = products + bias, None
     scores = products.sigmoid() if routing.is_sigmoid else products.softmax(-1)
@@ -269,10 +269,8 @@ def route(
     if routing.normalized:
         chosen = chosen / chosen.sum(-1, keepdim=True).clamp(min=1e-20)
     chosen = chosen * routing.factor
-    if routing.has_shared:
-        chosen = torch.cat((chosen, gates.sigmoid()), 1)
-        experts = F.pad(experts, (0, 1), value=len(router) - 1)
-    return chosen, experts
+    shared = products.shape[1] + torch.arange(routing.num_shared, device=x.device).expand_as(gates)
+    return torch.cat((chosen, gates), 1), torch.cat((experts, shared), 1)
 
 
 def _choose(ranks: list[float], routing: Routing) -> list[int]:

@@ -30,7 +30,7 @@ def route(
     """See backends.RouteTokens."""
     x = x.normed() if isinstance(x, HalfNormed) else x
     products = F.linear(x.to(router.dtype), router, bias if routing.biases_products else None)
-    if routing.has_shared:
+    if routing.shared_gated:
         products, gates = products[:, :-1], products[:, -1:]
     scores = products.sigmoid() if routing.is_sigmoid else products.softmax(-1)
     ranks = scores if bias is None or routing.biases_products else scores + bias
@@ -41,9 +41,11 @@ def route(
     if routing.normalized:
         chosen = chosen / chosen.sum(-1, keepdim=True).clamp(min=TINY)
     chosen = chosen * routing.factor if routing.factor != 1 else chosen
-    if not routing.has_shared:
+    if not routing.num_shared:
         return chosen, experts
-    return torch.cat((chosen, gates.sigmoid()), 1), F.pad(experts, (0, 1), value=len(router) - 1)
+    weights = gates.sigmoid() if routing.shared_gated else chosen.new_ones(len(x), routing.num_shared)
+    shared = scores.shape[1] + torch.arange(routing.num_shared, device=x.device).expand_as(weights)
+    return torch.cat((chosen, weights), 1), torch.cat((experts, shared), 1)
 
 
 def _best(ranks: torch.Tensor, count: int) -> torch.Tensor:

@@ -80,10 +80,10 @@ def _choose_kernel(
     products, bias, squares, scores, chosen, num_tokens, num_inputs, num_experts, width, num_squares, eps, factor,
     SUMS: tl.constexpr, PIECES: tl.constexpr,
     NUM_CHOSEN: tl.constexpr, CHOSEN: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.constexpr,
-    IS_SIGMOID: tl.constexpr, NORMALIZED: tl.constexpr, BIAS: tl.constexpr, SHARED: tl.constexpr,
+    IS_SIGMOID: tl.constexpr, NORMALIZED: tl.constexpr, BIAS: tl.constexpr, SHARED: tl.constexpr, GATED: tl.constexpr,
     SQUARES: tl.constexpr, TINY: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """SHARED: products have one more column, that of the shared expert's gate."""
+    """SHARED: experts of all tokens. GATED: products have one more column, that of the shared expert's gate."""
     others_may_start(EARLY)
     row, expert = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, EXPERTS)
     known = (expert < num_experts)[None, :]
@@ -102,7 +102,7 @@ def _choose_kernel(
             at += num_tokens.to(tl.int64) * width
         product += four
     gate = tl.zeros([ROWS], tl.float32)
-    if SHARED:
+    if GATED:
         at = row_at + num_experts
         for _ in tl.static_range(SUMS):
             of_four = tl.zeros([ROWS], tl.float32)
@@ -139,8 +139,9 @@ def _choose_kernel(
         kept = kept / tl.maximum(tl.sum(kept, 1), TINY)[:, None]
     kept = kept * factor
     if SHARED:
-        kept = tl.where(place == NUM_CHOSEN, (1.0 / (1.0 + tl.exp(-gate)))[:, None], kept)
-        experts = tl.where(place == NUM_CHOSEN, num_experts, experts)
+        weight = 1.0 / (1.0 + tl.exp(-gate)) if GATED else tl.full([ROWS], 1.0, tl.float32)
+        kept = tl.where(place >= NUM_CHOSEN, weight[:, None], kept)
+        experts = tl.where(place >= NUM_CHOSEN, num_experts + place - NUM_CHOSEN, experts)
     at = row[:, None].to(tl.int64) * (NUM_CHOSEN + SHARED) + place
     inside = (row < num_tokens)[:, None] & (place < NUM_CHOSEN + SHARED)
     tl.store(scores + at, kept, mask=inside)
@@ -164,7 +165,7 @@ def route(
     chosen = torch.empty_like(scores, dtype=torch.int64)
     if not num_tokens:
         return scores, chosen
-    num_experts, has_shared = num_lines - routing.has_shared, routing.has_shared
+    num_experts = num_lines - routing.shared_gated
     sums, experts = cdiv(num_inputs, 4 * _PIECE), next_power_of_2(num_experts)
     pieces, share = (4, 1) if num_tokens <= few else (1, 4)
     # A program has 64 experts, as many as Hopper's matrix unit multiplies at once
@@ -184,7 +185,7 @@ def route(
         products, router if bias is None else bias, squares, scores, chosen, num_tokens, num_inputs, num_experts,
         width, len(squares), eps, routing.factor, sums, pieces, routing.num_chosen,
         next_power_of_2(routing.num_scores), experts, rows, routing.is_sigmoid, routing.normalized, added.value,
-        has_shared,
+        routing.num_shared, routing.shared_gated,
         next_power_of_2(len(squares)) if len(squares) else 0, _TINY, early, num_warps=1, **early_options(early),
     )  # fmt: skip
     return scores, chosen

@@ -155,12 +155,13 @@ class Routing:
     groups_chosen: int = 1
     group_best: int = 2  # a group's rank is the sum of so many of its best (1: DeepSeek-V2)
     biases_products: bool = False  # the router's bias is added to the products instead
-    has_shared: bool = False  # every token has one more expert, the last. The router's last row is its gate
+    num_shared: int = 0  # experts that every token has besides, the last ones
+    shared_gated: bool = False  # the router's last row is the gate of the shared expert; else shared scores are 1
 
     @property
     def num_scores(self) -> int:
-        """Experts of a token with the shared one, which comes last. Its score is its gate's sigmoid."""
-        return self.num_chosen + self.has_shared
+        """Experts of a token with the shared ones, which come last."""
+        return self.num_chosen + self.num_shared
 
 
 @dataclass(frozen=True, slots=True)

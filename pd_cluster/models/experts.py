@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from pd_cluster.models.linear import add_norm_for
+from pd_cluster.models.parameters import Stacks
 from pd_kernels.quantized import QuantizedRows, QuantizedWeight, RowsTwice
 from pd_kernels.values import ExpertPart, HalfNormed, Routing
 
@@ -36,6 +37,7 @@ class ExpertNames:
     may_fuse: bool = False  # or plain ones as `{layer}.{block}.experts.gate_up_proj` and `down_proj` of all experts
 
 
+_MOST_JOINED = 2  # experts that a shared one without a gate is read as: DeepSeek-V2-Lite's and Moonlight's have two
 USUAL_NAMES = ExpertNames("mlp", gate="gate_proj", up="up_proj", down="down_proj")
 NAMES = {  # by architecture, where they differ
     "MixtralForCausalLM": ExpertNames("block_sparse_moe", gate="w1", up="w3", down="w2"),
@@ -70,7 +72,7 @@ class SharedExpert:
 class Experts:
     """A FeedForward of experts. One expert's gates, ups and downs are rows of three products.
 
-    A shared expert is one more of them where it may be: see `_joins`.
+    A shared expert is one or two more of them where it may be: see `_num_joined`.
     """
 
     kernels: Kernels
@@ -122,39 +124,53 @@ def make_experts(
     """
     own, count = share.shard.part(spec.num_experts, "experts"), spec.num_experts
     block, size, bias = f"{layer}.{names.block}", spec.size, None
+    joined = _num_joined(block, names, spec, weights, share)
     if spec.is_sigmoid:
         bias = weights.tensor(f"{block}.{names.bias}", count, wide=True)
     experts, router = [f"{block}.experts.{number}" for number in range(count)], {f"{block}.gate.weight": count}
-    if joins := _joins(block, names, spec, weights, share):
-        own, experts = range(count + 1), [*experts, f"{block}.{names.shared}"]
-        router[f"{block}.{names.shared}_gate.weight"] = 1
+    shared, is_gated = f"{block}.{names.shared}", bool(joined) and spec.shared_gated
+    if is_gated:
+        router[f"{shared}_gate.weight"] = 1
     fused = [(f"{block}.experts.{name}" if names.may_fuse else "", count) for name in ("gate_up_proj", "down_proj")]
-    gates_and_ups = [[f"{expert}.{part}" for part in (names.gate, names.up)] for expert in experts]
+    gates_and_ups, downs = (
+        Stacks(
+            [[f"{expert}.{part}" for part in parts] for expert in experts],
+            [f"{shared}.{part}" for part in parts],
+            joined,
+            dim,
+        )
+        for dim, parts in enumerate(((names.gate, names.up), (names.down,)))
+    )
     routing = Routing(
         spec.num_chosen, spec.normalized, spec.is_sigmoid, spec.factor, spec.num_groups, spec.groups_chosen,
         spec.group_best,
     )  # fmt: skip
     return Experts(
         kernels=kernels,
-        routing=replace(routing, has_shared=joins),
+        routing=replace(routing, num_shared=joined, shared_gated=is_gated),
         router=weights.merged(router, hidden_size),
         bias=bias,
         gate_up=weights.stacked(gates_and_ups, own, size, hidden_size, fused[0]),
-        down=weights.stacked([[f"{expert}.{names.down}"] for expert in experts], own, hidden_size, size, fused[1]),
-        shared=None if joins else _make_shared(block, names, hidden_size, spec, weights, kernels, share.shard),
+        down=weights.stacked(downs, own, hidden_size, size, fused[1]),
+        shared=None if joined else _make_shared(block, names, hidden_size, spec, weights, kernels, share.shard),
         part=None if share.reduce is None else ExpertPart(own.start, count),
         reduce=share.reduce,
     )
 
 
-def _joins(block: str, names: ExpertNames, spec: ExpertsSpec, weights: Parameters, share: ModelShare) -> bool:
-    """Whether the shared expert is one more expert of each token: it has their size, a gate, and is on one rank.
+def _num_joined(block: str, names: ExpertNames, spec: ExpertsSpec, weights: Parameters, share: ModelShare) -> int:
+    """The experts of each token that the shared one makes: it has their size, or twice theirs, and is on one rank.
 
-    Apart it took 9 launches a layer: 360 of the 1,100 of a decode step of 40 layers.
+    Apart it took 9 launches a layer with a gate (360 of the 1,100 of a decode step of 40 layers) and 4 without.
+    0: it stays apart.
     """
+    count, rest = divmod(spec.shared_size, spec.size)
+    can_divide = not spec.shared_gated and weights.can_divide(f"{block}.{names.shared}.{names.down}", spec.size)
+    most = _MOST_JOINED if can_divide else 1
+    if rest or count > most or share.reduce is not None:
+        return 0
     pairs = [(f"{block}.experts.0.{part}", f"{block}.{names.shared}.{part}") for part in (names.gate, names.down)]
-    is_one = spec.shared_gated and spec.shared_size == spec.size and share.reduce is None
-    return is_one and all(map(weights.are_alike, pairs))
+    return count if all(map(weights.are_alike, pairs)) else 0
 
 
 def _make_shared(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -22,6 +22,15 @@ if TYPE_CHECKING:
     from pd_kernels.backends import Kernels
     from pd_kernels.biased_experts import ExpertsWeight
     from pd_kernels.quantized import Weight
+
+
+class Stacks(NamedTuple):
+    """Modules of the checkpoint that are parts of one weight [experts, out, in]."""
+
+    plain: Sequence[Sequence[str]]  # the parts of each expert, one below the other
+    joined: Sequence[str]  # the parts of `num_joined` further experts, which lie beside each other in these modules
+    num_joined: int
+    dim: int  # along which they lie: 0 rows, 1 inputs
 
 
 class Parameters:
@@ -78,6 +87,10 @@ class Parameters:
     def are_alike(self, names: Iterable[str]) -> bool:
         """Whether the checkpoint quantizes all of its modules `names`, or none."""
         return len({self._is_quantized(name) for name in names}) == 1
+
+    def can_divide(self, name: str, size: int) -> bool:
+        """Whether the module `name` can be several of `size` rows or inputs: no scale may be of numbers of two."""
+        return not self._is_quantized(name) or (self._quantization.scales is Scales.BLOCKS and not size % BLOCK)
 
     def fused(self, name: str, shape: tuple[int, int, int], own: range, form: str) -> ExpertsWeight:
         """[len(own), out, in] of experts that are one tensor of the checkpoint: packed in a form, or else [E, in, out].
@@ -165,28 +178,47 @@ class Parameters:
 
     def stacked(
         self,
-        stacks: Sequence[Sequence[str]],
+        stacks: Stacks,
         own: range,
         num_rows: int,
         num_inputs: int,
         fused: tuple[str, int] = ("", 0),
     ) -> Weight:
-        """[len(own), parts * num_rows, num_inputs]: each stack names its parts, modules [num_rows, num_inputs].
+        """[len(own) + joined, parts * num_rows, num_inputs] of modules [num_rows, num_inputs].
 
-        `own`: the stacks that this rank has. `fused`: a tensor of so many first stacks, which a checkpoint may have in
-        place of their plain parts; see `fused_slots`. Raises StartupError as `linear` does.
+        `own`: the plain stacks that this rank has. `fused`: a tensor of so many first stacks, which a checkpoint may
+        have in place of their plain parts; see `fused_slots`. Raises StartupError as `linear` does.
         """
-        parts = [name for names in stacks for name in names]
-        weight = self._allocate(parts, len(own), len(stacks[0]) * num_rows, num_inputs)
+        parts = [name for names in stacks.plain for name in names]
+        joined = stacks.joined if stacks.num_joined else ()
+        weight = self._allocate(
+            (*parts, *joined), len(own) + stacks.num_joined, len(stacks.plain[0]) * num_rows, num_inputs
+        )
         if fused[0]:
             self._place_fused(fused[0], fused[1], own.start, weight)
-        for number, names in enumerate(stacks):
+        for number, names in enumerate(stacks.plain):
             place = number - own.start if number in own else 0
             rows = Cut(num_rows, range(num_rows if number in own else 0))
             expert = weight[place] if isinstance(weight, torch.Tensor) else weight.expert(place)
             for index, name in enumerate(names):
                 self._place(name, expert, index * num_rows, (rows,), Cut.of(num_inputs))
+        for index, name in enumerate(joined):
+            self._place_joined(name, weight, stacks, index * num_rows, Cut.of(num_rows), Cut.of(num_inputs))
         return weight
+
+    def _place_joined(self, name: str, weight: Weight, stacks: Stacks, start: int, rows: Cut, inputs: Cut) -> None:
+        """Note that the module `name` fills `rows` from `start` on of the last experts of `weight`."""
+        values, scales = list[Slot](), list[Slot]()
+        for number in range(stacks.num_joined):
+            place = number - stacks.num_joined
+            expert = weight[place] if isinstance(weight, torch.Tensor) else weight.expert(place)
+            cuts = [rows, inputs]
+            size = len(cuts[stacks.dim])
+            cuts[stacks.dim] = Cut.of_things(range(number, number + 1), stacks.num_joined, size)
+            found = self._slots_of(name, expert, start, cuts[:1], cuts[1])
+            values += found[0]
+            scales += found[1]
+        self._note(name, values, scales)
 
     def _place_fused(self, name: str, count: int, start: int, weight: Weight) -> None:
         """Note that a tensor `name` of `count` experts may fill those of `weight`, quantized with a scale an expert."""
@@ -227,6 +259,12 @@ class Parameters:
 
         The rows are whole, or all `inputs` are there.
         """
+        self._note(name, *self._slots_of(name, weight, start, runs, inputs))
+
+    def _slots_of(
+        self, name: str, weight: Weight, start: int, runs: Sequence[Cut], inputs: Cut
+    ) -> tuple[list[Slot], list[Slot]]:
+        """The slots of the values and of the scales of `_place`."""
         values, scales = list[Slot](), list[Slot]()
         for rows in runs:
             shape = rows.total, inputs.total
@@ -242,6 +280,9 @@ class Parameters:
                 values.append(Slot(part.values, shape, dim, cut.part.start))
                 scales.append(values[-1].of_scales(name, part.scales, self._quantization.scales))
             start = end
+        return values, scales
+
+    def _note(self, name: str, values: Sequence[Slot], scales: Sequence[Slot]) -> None:
         self.slots[f"{name}.weight"] = Slot.of_parts(values)
         if scales:
             self.slots[f"{name}.{self._quantization.tensor_name}"] = Slot.of_parts(scales)

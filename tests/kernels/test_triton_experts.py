@@ -104,20 +104,41 @@ def test_a_shared_expert_comes_last_with_the_score_of_its_gate(
     """The gate is not among the products of the others: neither their softmax nor their choice has it."""
     router, _, _ = mixture(num_experts + 1, 200, 8, torch.float32)
     x, routing = rows(count, 200, torch.float32), Routing(4, True, is_sigmoid, factor=2.5)
-    scores, chosen = route(x, router, None, replace(routing, has_shared=True))
+    scores, chosen = route(x, router, None, replace(routing, num_shared=1, shared_gated=True))
     others, expected = route(x, router[:-1].contiguous(), None, routing)
     assert torch.equal(chosen[:, :-1], expected)
     torch.testing.assert_close(scores[:, :-1], others)
     assert (chosen[:, -1] == num_experts).all()
     torch.testing.assert_close(scores[:, -1], (x @ router[-1]).sigmoid(), atol=1e-5, rtol=1e-4)
-    of_reference = reference.route(x, router, None, replace(routing, has_shared=True))
+    of_reference = reference.route(x, router, None, replace(routing, num_shared=1, shared_gated=True))
+    assert torch.equal(chosen, of_reference[1])
+    torch.testing.assert_close(scores, of_reference[0], atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("route", [triton_routing.route, torch_experts.route])
+@pytest.mark.parametrize("num_groups", [1, 4])
+@pytest.mark.parametrize("num_shared", [1, 2])
+def test_shared_experts_without_a_gate_come_last_with_a_score_of_one(
+    route: RouteTokens, num_groups: int, num_shared: int
+) -> None:
+    """The factor and the sum of the others' scores do not change it."""
+    router, _, _ = mixture(32, 200, 8, torch.float32)
+    x, routing = rows(5, 200, torch.float32), Routing(4, True, True, 2.5, num_groups, min(num_groups, 2))
+    others, expected = route(x, router, None, routing)
+    shared = replace(routing, num_shared=num_shared)
+    scores, chosen = route(x, router, None, shared)
+    assert torch.equal(chosen[:, :4], expected)
+    torch.testing.assert_close(scores[:, :4], others)
+    assert chosen[:, 4:].tolist() == [[32, 33][:num_shared]] * 5
+    assert scores[:, 4:].tolist() == [[1.0] * num_shared] * 5
+    of_reference = reference.route(x, router, None, shared)
     assert torch.equal(chosen, of_reference[1])
     torch.testing.assert_close(scores, of_reference[0], atol=1e-5, rtol=1e-4)
 
 
 def test_a_shared_experts_gate_is_divided_as_its_row_is() -> None:
     router, _, _ = mixture(33, 64, 8, torch.float32)
-    x, routing = rows(3, 64, torch.float32), Routing(4, True, has_shared=True)
+    x, routing = rows(3, 64, torch.float32), Routing(4, True, num_shared=1, shared_gated=True)
     half = HalfNormed(x, x.pow(2).sum(-1)[None], 1e-6)
     found, expected = (
         triton_routing.route(half, router, None, routing),

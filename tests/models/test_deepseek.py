@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 CPU = torch.device("cpu")
 FLASH = resolve_spec(Path(), CONFIGS["glm-4.7-flash"])
+# Shared experts: 1 or 2 join the others, 4 stay apart.
 # A head has 192 + 64 rows, so those that rotate lie in one block. kv_b_proj has 320 a head: ranks cut its blocks
 _WIDE = {
     "hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -39,16 +40,28 @@ _WIDE = {
 }  # fmt: skip
 _PLAIN = r"lm_head|.*mlp\.gate$"
 FLOAT8 = {
-    "deepseek-v3": QuantizedCase("DeepseekV3", {**BLOCKS, "scale_fmt": "ue8m0"}, _PLAIN, _WIDE),
+    "deepseek-v3": QuantizedCase(
+        "DeepseekV3",
+        {**BLOCKS, "scale_fmt": "ue8m0"},
+        _PLAIN,
+        {**_WIDE, "n_shared_experts": 2, "moe_intermediate_size": 256},
+    ),
     "moonlight": QuantizedCase("DeepseekV3", BLOCKS, _PLAIN, {**_WIDE, "q_lora_rank": None}),
     "glm4-lite": QuantizedCase(
-        "Glm4MoeLite", compressed(ignore=("re:.*lm_head", "re:.*mlp.gate$")), _PLAIN, {**_WIDE, "n_group": 1}
+        "Glm4MoeLite",
+        compressed(ignore=("re:.*lm_head", "re:.*mlp.gate$")),
+        _PLAIN,
+        {**_WIDE, "n_group": 1, "n_shared_experts": 1},
     ),
     "mistral4": QuantizedCase(
         "Mistral4",
         MISTRAL,
         _PLAIN,
-        {**_WIDE, "rope_parameters": MODELS["mistral4"][1]["rope_parameters"] | {"partial_rotary_factor": 0.25}},
+        {
+            **_WIDE,
+            "n_shared_experts": 2,
+            "rope_parameters": MODELS["mistral4"][1]["rope_parameters"] | {"partial_rotary_factor": 0.25},
+        },
     ),
 }
 TOLERANCE = 1e-4  # of the logits' deviation, where no row is rounded apart
