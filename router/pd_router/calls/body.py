@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from pd_connectors.protocol.cache_space import cache_space
 from pd_connectors.protocol.text_chain import (
     AS_ALWAYS,
     MAX_CHAIN_BYTES,
@@ -198,7 +199,8 @@ class RequestBody:
             read = read_canonical(self._dialect.to_chat(self._fields).fields, last_turn)
         except PdError:  # the node judges
             return ()
-        return () if read is None else step_hashes(key, self.get("cache_salt", str) or "", read.text, read.starts)
+        space = cache_space("", self.get("cache_salt", str) or "")
+        return () if read is None else step_hashes(key, space, read.text, read.starts)
 
     def plain(self) -> bytes:
         """The body for a node that prefills and decodes: the client's fields, without any handoff."""
