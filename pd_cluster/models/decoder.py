@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from pd_cluster.models.forward_inputs import ForwardInputs, Tail
     from pd_cluster.models.linear import Linear, Normed, Rows
+    from pd_cluster.models.linear_part import LinearPart
     from pd_cluster.models.mixer import LayerCache, Mixer
     from pd_cluster.models.model_share import ModelShare
     from pd_cluster.models.slot import Slot
@@ -105,6 +106,20 @@ class Decoder(ABC, Generic[FamilyLayer]):
     def slots(self) -> dict[str, Slot]:
         """See Model."""
         return self._parameters.slots
+
+    @property
+    def parts(self) -> Mapping[str, LinearPart]:
+        """The modules of the checkpoint that are parts of linears, by name."""
+        return self._parameters.parts
+
+    def linear_of(self, part: LinearPart) -> Linear:
+        """The Linear that has this part."""
+        return self._parameters.linears[part.kind][part.index]
+
+    def order_of(self, part: LinearPart) -> torch.Tensor | None:
+        """The part's rows in the order of the loaded model, counted from its first one. None: they were not moved."""
+        order, end = self.linear_of(part).row_order, part.start + len(part.rows)
+        return None if order is None else order[part.start : end] - part.start
 
     @abstractmethod
     def _make_layer(self, name: str, index: int) -> FamilyLayer:

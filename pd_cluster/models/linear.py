@@ -51,6 +51,7 @@ class Linear:
         self.bias = bias  # [out]
         self.activate = activate
         self.adds = adds and reduce is None  # a partial sum is reduced first, so it may not come in parts
+        self.row_order: torch.Tensor | None = None  # see `reorder`; None: that of the checkpoint
         self.max_few_rows = 0  # rows up to which `add_norm` is one kernel
         self._kernels = kernels
         self._reduce = reduce
@@ -144,6 +145,7 @@ class Linear:
 
     def reorder(self, order: torch.Tensor) -> None:
         """Put row `order[i]` at i, before any product is made of the weight. The checkpoint has another order."""
+        self.row_order = order
         self.weight.copy_(self.weight[order])
 
     def few_rows_product(self) -> FewRows | None:

@@ -55,6 +55,7 @@ class QuantizedLinear(Linear):
             self._quantized.scales.copy_(self._quantized.scales[order])
         elif (of_row // BLOCK != order // BLOCK).any():
             raise StartupError(f"rows that rotate in pairs lie in several quantized blocks of {BLOCK}, and cannot move")
+        self.row_order = order
         values = self._quantized.values.view(torch.uint8)
         values.copy_(values[order])
 
