@@ -1,7 +1,7 @@
 """Errors that a client or an operator can cause at a node. The router shares those of `pd_http.errors`.
 
 PdError
-├── CannotContinue                           409
+├── BadAdapter, CannotContinue               400, 409
 ├── TooManyChecks, Overloaded                429, 503
 ├── EngineUnavailable                        503
 │   └── EngineLost, EngineFrozen
@@ -27,6 +27,7 @@ from pd_http.errors import (
 )
 
 __all__ = [
+    "BadAdapter",
     "BodyTooLarge",
     "CannotContinue",
     "EngineFrozen",
@@ -49,6 +50,10 @@ __all__ = [
 
 class UnservedModel(StartupError):
     """The config is well-formed, and what it asks for is not served."""
+
+
+class BadAdapter(PdError, status=400, kind="invalid_request_error", code="bad_adapter"):
+    """The files of an adapter that cannot be served; the message names the file, setting or tensor, and why."""
 
 
 class Overloaded(PdError, status=503, kind="overloaded_error", code="overloaded"):
