@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from hashlib import blake2b
+from itertools import product
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -34,6 +35,17 @@ def test_spaces_of_other_triples_differ(one: Triple, other: Triple) -> None:
 @given(st.tuples(ADAPTERS, SALTS), st.tuples(ADAPTERS, SALTS))
 def test_spaces_without_keys_differ(one: tuple[str, str], other: tuple[str, str]) -> None:
     assert (cache_space(*one) == cache_space(*other)) == (one == other)
+
+
+def texts(letters: str, most: int) -> list[str]:
+    """All of up to `most` letters."""
+    return ["".join(one) for size in range(most + 1) for one in product(letters, repeat=size)]
+
+
+def test_no_character_moves_from_one_part_to_the_next() -> None:
+    """All short triples: two that are drawn seldom are two ways to cut one text."""
+    triples = list(product(texts("01:", 3), texts("1a", 1), texts("\0a1:/", 3)))
+    assert len({of_key(triple) for triple in triples}) == len(triples) > 18_000
 
 
 @given(ADAPTERS.filter(bool), SALTS, SALTS)
