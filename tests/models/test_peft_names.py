@@ -62,6 +62,7 @@ def test_targets(changes: dict[str, Any], named: set[str]) -> None:
         ({}, (4, 4, 4)),
         ({"q_proj": 8}, (8, 8, 4)),
         ({"down_proj": 8, "q_proj": 2}, (2, 2, 8)),
+        ({"self_attn.q.proj": 8, "q_pro.": 2}, (8, 8, 4)),  # a dot is any character
         ({"roj": 8}, (4, 4, 4)),  # from a dot on
         ({r".*proj": 8}, (8, 8, 8)),
         ({"layers.1.self_attn.q_proj": 8}, (4, 8, 4)),
