@@ -183,7 +183,7 @@ def _models() -> Row:
         f"text models that keep states ({', '.join(states)}; "
         "tiny random ones compared on CPU, random weights timed on one H200)",
         f"models with latent attention ({', '.join(latents)}; tiny random ones compared on CPU, "
-        "Moonlight's shape timed on one H200, the others not tried on a GPU)",
+        "Moonlight's shape timed on one H200, GLM-4.7-Flash's did not get ready there)",
         "other decoders that keep no state but keys and values (by transformers' modules: correct, not fast; on a GPU "
         "only tiny models of six of them were compared)",
     ]

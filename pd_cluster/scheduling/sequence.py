@@ -138,10 +138,7 @@ class Request:
 
     @property
     def num_loaded_tokens(self) -> int:
-        """Tokens of a load: the prompt, and of an answer that another node has begun the known tokens but the last.
-
-        That one is computed here, on the KV and the state that were loaded, for the logits of the next token.
-        """
+        """Tokens of a load: the prompt and known tokens but the last, which is computed here, for the next logits."""
         known = self.message.known  # a load is for one sequence then: see `Admission`
         return len(self.prompt_token_ids) + (len(known[0]) - 1 if known else 0)
 

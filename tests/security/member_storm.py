@@ -31,7 +31,7 @@ from pd_http.errors import InvalidRequest
 from pd_router.calls.body import RequestBody
 from tests.cluster import Launched, Launcher
 from tests.patient_node import IMPATIENT
-from tests.security.smallest_members import Place, places
+from tests.security.smallest_members import Body, Place, places
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
@@ -57,24 +57,6 @@ class Sent(NamedTuple):
     seconds: float
     name: str
     status: int
-
-
-class Body(NamedTuple):
-    """A request of the attack, built when it is sent: all of them are GB. `name`: in figures and errors."""
-
-    name: str
-    place: Place
-    member: bytes
-    size: int
-
-    @property
-    def path(self) -> str:
-        """Of the endpoint."""
-        return self.place.path
-
-    def data(self) -> bytes:
-        """What is sent."""
-        return self.place.body(self.member, self.size)
 
 
 def review() -> Iterator[Body]:

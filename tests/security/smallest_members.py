@@ -84,6 +84,24 @@ class Place(NamedTuple):
         return self.begin + repeated(member, size) + self.end
 
 
+class Body(NamedTuple):
+    """A request of the attack, built when it is sent: all of them are GB. `name`: in figures and errors."""
+
+    name: str
+    place: Place
+    member: bytes
+    size: int
+
+    @property
+    def path(self) -> str:
+        """Of the endpoint."""
+        return self.place.path
+
+    def data(self) -> bytes:
+        """What is sent."""
+        return self.place.body(self.member, self.size)
+
+
 @lru_cache(maxsize=32)
 def repeated(member: bytes, size: int) -> bytes:
     """`size` bytes of members, at least two of them."""

@@ -15,10 +15,12 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.cluster import Launcher
-from tests.security.member_storm import REVIEW, Body, Seen, StormedCluster, drawn, largest, mixed, same
+from tests.security.member_storm import REVIEW, Seen, StormedCluster, drawn, largest, mixed, same
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
+
+    from tests.security.smallest_members import Body
 
 pytestmark = [pytest.mark.integration, pytest.mark.anyio, pytest.mark.slow, pytest.mark.timeout(1800)]
 HEALTH_S = float(os.environ.get("PD_STORM_HEALTH_S", "0.2"))
