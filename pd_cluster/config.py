@@ -133,6 +133,24 @@ class CacheConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LoraConfig:
+    """Adapters beside the model. Without slots there are none, and they cost no memory, no graphs and no start time."""
+
+    lora_slots: int = setting(
+        0,
+        "Adapters on the device at once, on each rank, so as many as one step may use. Their memory is taken before "
+        "the cache is sized. 0: adapters are not served.",
+        most=1024,
+    )
+    max_lora_rank: int = setting(
+        16, "The highest rank of an adapter: a slot has room for it in each layer.", least=1, most=256
+    )
+    lora_host_gb: float = setting(
+        4.0, "Host memory in GB, on each rank, for adapters that were read. Others are read again.", positive=True
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
     """What one step may hold, and how steps follow each other.
 
@@ -325,6 +343,7 @@ class NodeConfig:
 
     model: ModelConfig = field(default_factory=ModelConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     handoff: HandoffConfig = field(default_factory=HandoffConfig)
     server: ServerConfig = field(default_factory=ServerConfig)

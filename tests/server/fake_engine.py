@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
 
 from pd_cluster.engine.client import RequestMessage, RequestStream
 from pd_cluster.engine.news_mirror import NewsMirror
@@ -101,6 +102,7 @@ class FakeEngine:
         self.is_alive = True
         self.frozen = ""
         self.on_freeze: Callable[[], None] = lambda: None
+        self.on_adapter: Callable[[Any], None] = lambda message: None
         self.num_freezes = 0
         self.ready: EngineReady | None = EngineReady(
             engine_id=engine_id,
