@@ -1,7 +1,8 @@
 """Errors that a client or an operator can cause at a node. The router shares those of `pd_http.errors`.
 
 PdError
-├── BadAdapter, CannotContinue               400, 409
+├── BadAdapter                               400
+├── CannotContinue                           409
 ├── TooManyChecks, Overloaded                429, 503
 ├── EngineUnavailable                        503
 │   └── EngineLost, EngineFrozen
@@ -16,6 +17,8 @@ from __future__ import annotations
 
 from pd_http.errors import (
     ENGINE_DIED,
+    AdapterAbsent,
+    AdapterConflict,
     BodyTooLarge,
     InvalidRequest,
     ModelNotFound,
@@ -27,6 +30,8 @@ from pd_http.errors import (
 )
 
 __all__ = [
+    "AdapterAbsent",
+    "AdapterConflict",
     "BadAdapter",
     "BodyTooLarge",
     "CannotContinue",

@@ -12,12 +12,14 @@ from pd_cluster.engine.news_mirror import NewsMirror
 from pd_cluster.errors import EngineFrozen, EngineUnavailable
 from pd_cluster.protocol.messages import (
     Abort,
+    AdapterLoaded,
     AddRequest,
     EngineReady,
     EngineStats,
     FinishReason,
     KvGroupStats,
     KvStats,
+    LoadAdapter,
     NeedsPrefill,
     PrefillLocally,
     SequenceTokens,
@@ -103,6 +105,7 @@ class FakeEngine:
         self.frozen = ""
         self.on_freeze: Callable[[], None] = lambda: None
         self.on_adapter: Callable[[Any], None] = lambda message: None
+        self.adapter_error: str | None = ""  # of each load; None: the test answers
         self.num_freezes = 0
         self.ready: EngineReady | None = EngineReady(
             engine_id=engine_id,
@@ -162,6 +165,9 @@ class FakeEngine:
         self.sent.append(message)
         if isinstance(message, Abort):
             self.aborts.put_nowait(message)
+        if isinstance(message, LoadAdapter) and self.adapter_error is not None:
+            answer = AdapterLoaded(message.digest, self.adapter_error)
+            asyncio.get_running_loop().call_soon(lambda: self.on_adapter(answer))
         line = self._lines.get(getattr(message, "request_id", ""))
         if line is not None:
             line.from_api.put_nowait(message)

@@ -129,6 +129,7 @@ class GenerationRequest:
             hold_lease=self.kv_source.hold_lease,
             priority=self.priority,
             salt=self.space.text,
+            adapter=self.space.adapter,
             min_remote_tokens=handoff.min_remote_tokens,
             load_deadline_s=handoff.load_deadline_s,
             received_s=received_s,

@@ -57,7 +57,7 @@ async def read_prompts(
 
     Cancelling it takes the prompts back from the engine. Raises PdError.
     """
-    window, space = state.read_window, space_of(body)
+    window, space = state.read_window, space_of(state.adapters, body)
     if window.num_waiting >= state.config.scheduler.max_waiting:
         raise Overloaded(f"{window.num_waiting} requests about prompts are waiting")
     num_cached = 0
@@ -97,6 +97,7 @@ async def _read_one(
         work=Work.READ,
         priority=body.priority or 0 if state.config.scheduler.priorities else 0,
         salt=space.text,
+        adapter=space.adapter,
         received_s=caller.started_s,
         group=caller.group,
         outputs=outputs,

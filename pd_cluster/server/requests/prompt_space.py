@@ -9,6 +9,7 @@ from pd_connectors.protocol.cache_space import cache_space
 
 if TYPE_CHECKING:
     from pd_cluster.server.bodies.schema import PromptFields
+    from pd_cluster.server.node.node_adapters import NodeAdapters
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +18,7 @@ class PromptSpace:
 
     salt: str = ""  # as the body has it; a leg to another node has it, too, and that node finds the adapter itself
     adapter: str = ""  # digest; "": the base model
+    name: str = ""  # of the adapter, for answers and for a leg to another node
 
     @property
     def text(self) -> str:
@@ -24,6 +26,7 @@ class PromptSpace:
         return cache_space(self.adapter, self.salt)
 
 
-def space_of(body: PromptFields) -> PromptSpace:
+def space_of(adapters: NodeAdapters, body: PromptFields) -> PromptSpace:
     """The space of a body's prompts."""
-    return PromptSpace(body.cache_salt or "")
+    digest = adapters.digest_of(body.model)
+    return PromptSpace(body.cache_salt or "", digest, body.model or "" if digest else "")

@@ -253,6 +253,7 @@ class PrefillSearch:
             "goes_on": goes_on or None,
         }
         body = {
+            "model": request.space.name or None,
             "prompt": prompt,
             "priority": request.priority + goes_on,  # P takes one off again
             "cache_salt": request.space.salt or None,

@@ -60,7 +60,7 @@ def chat_ask(
     began_s = None if params is None or params.continuation is None else params.continuation.head.created
     template = state.tokenizer.chat_template
     is_named = not template.writes_time and (began_s is None or not template.writes_date)
-    space = space_of(body)
+    space = space_of(state.adapters, body)
     names = names_for(state, space, raw) if is_named else None
     max_model_len = state.ready.max_model_len
     tokenize = partial(

@@ -41,7 +41,7 @@ def completion_ask(state: NodeState, body: CompletionBody, raw: bytes) -> Genera
     """What `body`, which came as `raw`, asks for. Raises InvalidRequest."""
     max_model_len, vocab_size = state.ready.max_model_len, state.tokenizer.vocab_size
     prompts = prompts_of(body, vocab_size, max_model_len)
-    space = space_of(body)
+    space = space_of(state.adapters, body)
     names = names_for(state, space, raw) if len(prompts) == 1 else None
 
     async def tokenize(prompt: Prompt) -> list[int]:
