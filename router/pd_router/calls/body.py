@@ -188,10 +188,10 @@ class RequestBody:
         """Whether the prompt's text is short enough for a chain."""
         return self.num_bytes <= MAX_CHAIN_BYTES or is_short(self._fields)
 
-    def text_chain(self, key: bytes, last_turn: LastTurn = AS_ALWAYS) -> tuple[int, ...]:
+    def text_chain(self, key: bytes, last_turn: LastTurn = AS_ALWAYS, adapter: str = "") -> tuple[int, ...]:
         """The names of the prompt's text, as nodes publish them. Empty: it has none.
 
-        `key`: of the cluster's chains. `last_turn`: of the nodes' chat template.
+        `key`: of the cluster's chains. `last_turn`: of the nodes' chat template. `adapter`: digest.
         """
         if not self.has_chain:
             return ()
@@ -199,7 +199,7 @@ class RequestBody:
             read = read_canonical(self._dialect.to_chat(self._fields).fields, last_turn)
         except PdError:  # the node judges
             return ()
-        space = cache_space("", self.get("cache_salt", str) or "")
+        space = cache_space(adapter, self.get("cache_salt", str) or "")
         return () if read is None else step_hashes(key, space, read.text, read.starts)
 
     def plain(self) -> bytes:
