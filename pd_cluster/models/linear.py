@@ -17,6 +17,7 @@ from pd_kernels.values import HalfNormed
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from pd_cluster.models.adapter_slots import LinearAdapters
     from pd_cluster.models.reduce import Reduce
     from pd_kernels.backends import FewRows, Kernels
     from pd_kernels.gemm_selection import From, Product
@@ -53,11 +54,13 @@ class Linear:
         self.adds = adds and reduce is None  # a partial sum is reduced first, so it may not come in parts
         self.row_order: torch.Tensor | None = None  # see `reorder`; None: that of the checkpoint
         self.max_few_rows = 0  # rows up to which `add_norm` is one kernel
+        self.adapters: LinearAdapters | None = None  # None: it takes none
         self._kernels = kernels
         self._reduce = reduce
         self._few_rows: FewRows | None = None
         self._next_group = 0  # the group of the Linear that this one feeds
         self._is_read_plain = False  # what this one feeds is read plain, too
+        self._product: Callable[[Any], torch.Tensor] = self._matmul  # without the activation
         self._multiply: Callable[[Any], torch.Tensor] = self._plain  # quantized rows come to QuantizedLinears only
 
     def __call__(self, x: Normed) -> torch.Tensor:
@@ -65,6 +68,10 @@ class Linear:
 
         `x` may be the HalfNormed or the RowsTwice that `add_norm` of another Linear returned.
         """
+        return self._adapted(x) if self._is_adapted else self._base(x)
+
+    def _base(self, x: Normed) -> torch.Tensor:
+        """What the weight gives, for any adapters."""
         if isinstance(x, RowsTwice):
             x = self._one_of(x)
         rows = x.x if isinstance(x, HalfNormed) else x
@@ -72,6 +79,24 @@ class Linear:
             assert self._few_rows is not None
             return self._few_rows(x)  # type: ignore[arg-type]
         return self._multiply(x.normed() if isinstance(x, HalfNormed) else x)
+
+    @property
+    def _is_adapted(self) -> bool:
+        """Whether rows of this step have adapters here."""
+        return self.adapters is not None and self.adapters.slots.rows is not None
+
+    def _adapted(self, x: Normed) -> torch.Tensor:
+        """The result of a call with what adapters add, which comes before the activation."""
+        assert self.adapters is not None
+        plain = self.adapters.plain(x)
+        if self.activate is None:
+            product = self._base(x)
+        elif isinstance(x, HalfNormed):
+            product = self._product(plain)
+        else:
+            product = self._product(self._one_of(x) if isinstance(x, RowsTwice) else x)
+        self.adapters.add(plain, product)
+        return product if self.activate is None else self.activate(product)
 
     @property
     def group(self) -> int:
@@ -101,6 +126,9 @@ class Linear:
         `before`: weight of an RMSNorm of the product, before it is added. Without `before` the result is a HalfNormed
         for up to `max_few_rows` rows. Other results are quantized for the Linear that this one feeds.
         """
+        if self._is_adapted and self._reduce is None and before is None:
+            assert self.adapters is not None
+            self.adapters.add(self.adapters.plain(x), residual)  # first: one kernel may add the product and take norms
         if self._reduce is not None:
             if before is None and not self._next_group:
                 return self._reduce.add_norm(self(x), residual, norm, eps)
@@ -108,7 +136,8 @@ class Linear:
             if before is not None:
                 product = self._kernels.rms_norm(product, before, eps)
         elif before is not None:
-            product = self._kernels.rms_norm(self._multiply(x), before, eps)
+            product = self._adapted(x) if self._is_adapted else self._multiply(x)
+            product = self._kernels.rms_norm(product, before, eps)
         elif isinstance(x, torch.Tensor) and x.shape[0] <= self.max_few_rows:
             assert self._few_rows is not None
             return self._few_rows.add_to(residual, x, norm, eps)
@@ -165,13 +194,13 @@ class Linear:
         if self.weight.device.type != "cpu" or not _packs(self.weight.dtype):
             return
         packed = torch.ops.mkldnn._reorder_linear_weight(self.weight)
-        bias, activate, multiply_packed = self.bias, self.activate, torch.ops.mkldnn._linear_pointwise
+        bias, multiply_packed = self.bias, torch.ops.mkldnn._linear_pointwise
 
         def multiply(x: torch.Tensor) -> torch.Tensor:
             product: torch.Tensor = multiply_packed(x, packed, bias, "none", [], "")
-            return product if activate is None else activate(product)
+            return product
 
-        self._multiply = multiply
+        self._product = multiply
         if not keep_weight:
             self.weight = self.weight.new_empty(0)
 
@@ -189,9 +218,12 @@ class Linear:
             return None
         return self._kernels.few_rows(weight, self.bias, self._is_swiglu)
 
-    def _plain(self, x: torch.Tensor) -> torch.Tensor:
-        product = F.linear(x, self.weight, self.bias)
+    def _plain(self, x: Any) -> torch.Tensor:
+        product = self._product(x)
         return product if self.activate is None else self.activate(product)
+
+    def _matmul(self, x: Any) -> torch.Tensor:
+        return F.linear(x, self.weight, self.bias)
 
 
 def add_norm_for(

@@ -22,7 +22,9 @@ import msgspec
 import zmq
 
 from pd_cluster.errors import PdError, error_named
+from pd_cluster.worker.adapter_reads import AdapterReads
 from pd_cluster.worker.rank_frames import (
+    AdapterRead,
     CloseFrame,
     Heartbeat,
     PhaseDone,
@@ -79,6 +81,7 @@ class RankLink:
         self._num_taken = 0
         self._host_blocks = dict.fromkeys(self._ranks, 0)  # that each rank's last retired step told of
         self.ports = tuple(LinkPort(rank, self._send_message) for rank in self._ranks)
+        self.reads = AdapterReads(size)  # of all ranks
         self.lost: PdError | None = None
         # The watching thread's
         self._clock = PatientClock(time.monotonic, patience_s=LOOK_S)
@@ -260,6 +263,8 @@ class RankLink:
             match message:
                 case Heartbeat():
                     self._beats[message.rank] = message
+                case AdapterRead(rank, digest, error, num_bytes):
+                    self.reads.take(digest, error and f"rank {rank}: {error}", num_bytes)
                 case PortMessage():
                     self.ports[message.rank - 1].deliver(message.message)
                 case RankFailed():

@@ -1,0 +1,96 @@
+"""Adapters (LoRA) of a step's rows: what they are given as, and what adds them, in torch.
+
+A row with an adapter gets B A x more than the weight gives it. Rows are sorted by slot and cut into tiles of one slot.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+if TYPE_CHECKING:
+    import torch
+
+    from pd_kernels.values import Ints
+
+RANK_STEP = 16  # a slot's matrices have a multiple of so many ranks, those after the adapter's own are 0
+FEW = 256  # rows of a step up to which tiles are small
+NO_SLOT = -1
+
+
+class AdapterRows(NamedTuple):
+    """The rows of a step that have adapters."""
+
+    order: torch.Tensor  # int32: rows, by slot
+    tiles: torch.Tensor  # int32 [n, 3]: slot, first place in `order`, and the one after the last; slot -1: no tile
+    most: int  # rows of a tile
+    tail: AdapterRows | None = None  # of the rows that sample, where only these are computed; None: none has an adapter
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterMatrices:
+    """Those of one product [T, in] -> [T, out], in all slots. The product has up to three parts: runs of its outputs.
+
+    A slot with rank r has A [parts * r, in] from element `start * r` on, then B [out, r].
+    """
+
+    memory: torch.Tensor  # [slots, elements]
+    ranks: torch.Tensor  # int32 [slots]
+    max_rank: int
+    start: int
+    num_inputs: int
+    bounds: tuple[int, ...]  # of the parts: 0, the first row of the second, ..., out
+
+    @property
+    def num_parts(self) -> int:
+        return len(self.bounds) - 1
+
+    @property
+    def size(self) -> int:
+        """Elements for each rank."""
+        return self.num_parts * self.num_inputs + self.bounds[-1]
+
+    def of(self, memory: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """A [parts, rank, in] and B [out, rank] in the memory of one slot."""
+        start, middle = self.start * rank, (self.start + self.num_parts * self.num_inputs) * rank
+        a, b = memory[start:middle], memory[middle : (self.start + self.size) * rank]
+        return a.view(self.num_parts, rank, self.num_inputs), b.view(-1, rank)
+
+
+def tile_rows(num_rows: int) -> int:
+    """Rows of a tile in a step of so many rows."""
+    return 16 if num_rows <= FEW else 64
+
+
+def most_tiles(num_rows: int, num_slots: int) -> int:
+    """That a step may have."""
+    return min(num_rows, num_rows // tile_rows(num_rows) + num_slots)
+
+
+def cut_tiles(slots: Ints, num_rows: int) -> tuple[Ints, Ints]:
+    """The `order` and `tiles` of AdapterRows. `slots`: of each row, -1 without; `num_rows`: of the step."""
+    order = np.argsort(slots, kind="stable")
+    order = order[np.searchsorted(slots[order], 0) :]
+    used, starts = np.unique(slots[order], return_index=True)
+    most, ends = tile_rows(num_rows), [*starts[1:], len(order)]
+    tiles = [
+        (slot, first, min(first + most, end))
+        for slot, start, end in zip(used, starts, ends, strict=True)
+        for first in range(start, end, most)
+    ]
+    return order, np.array(tiles, np.int64).reshape(-1, 3)
+
+
+def add_adapters(x: torch.Tensor, y: torch.Tensor, matrices: AdapterMatrices, rows: AdapterRows) -> None:
+    """Add B A x to `y` [T, out], in place, in the rows that have an adapter. `x` [T, in]."""
+    for slot, start, end in rows.tiles.tolist():
+        if slot == NO_SLOT:
+            continue
+        a, b = matrices.of(matrices.memory[slot], int(matrices.ranks[slot]))
+        own = rows.order[start:end].long()
+        low = x[own] @ a.flatten(0, 1).T
+        bounds = matrices.bounds
+        for each, first, last in zip(low.chunk(len(a), 1), bounds, bounds[1:], strict=False):
+            y[own, first:last] += each @ b[first:last].T
