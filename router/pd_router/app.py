@@ -16,7 +16,7 @@ from pd_http.held_bytes import HeldBytes
 from pd_router.admission.key_admission import KeyAdmission
 from pd_router.admission.key_file import KeyFile
 from pd_router.calls import headers as rules
-from pd_router.edge.adapter_orders import ADAPTERS, AdapterOrders
+from pd_router.edge.cluster_adapters import ADAPTERS, ClusterAdapters
 from pd_router.edge.cluster_orders import ClusterOrders
 from pd_router.edge.control import Control, Relay
 from pd_router.edge.dashboard import Dashboard
@@ -87,14 +87,14 @@ def create_app(
     views = WorkerViews(table, metrics, workers)
     dashboard = Dashboard(services, views, workers)
     orders = ClusterOrders(services, posted)
-    adapter_orders = AdapterOrders(services, orders, adapters, workers)
+    cluster_adapters = ClusterAdapters(services, orders, adapters, workers)
     if worker is not None:
         metrics.frozen_workers.inc(worker.num_frozen)
         worker.adopt, worker.topics = lifespan.adopt, views.topics | dashboard.topics
-        worker.topics[ADAPTERS] = adapter_orders.stamps
+        worker.topics[ADAPTERS] = cluster_adapters.stamps
     app = Starlette(
         routes=_routes(
-            services, posted, Admin(posted, workers, views, poller.poll), views, dashboard, orders, adapter_orders
+            services, posted, Admin(posted, workers, views, poller.poll), views, dashboard, orders, cluster_adapters
         ),
         middleware=cross_origin(config),
         exception_handlers=exception_handlers(_request_id),
@@ -124,7 +124,7 @@ def _services(
 
 def _routes(
     services: Services, posted: PostedNodes, admin: Admin, views: WorkerViews, dashboard: Dashboard,
-    orders: ClusterOrders, adapters: AdapterOrders,
+    orders: ClusterOrders, adapters: ClusterAdapters,
 ) -> list[Route]:  # fmt: skip
     control = Control(services, views)
     by_kind: dict[Kind, Any] = {

@@ -49,7 +49,7 @@ class AdapterBody(msgspec.Struct):
     load_inplace: bool = False
 
 
-class AdapterOrders:
+class ClusterAdapters:
     """Handles one order at a time in this process; nodes order those of several processes."""
 
     def __init__(self, services: Services, orders: ClusterOrders, keeper: AdapterKeeper, workers: Workers) -> None:
