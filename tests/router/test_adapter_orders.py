@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pd_cluster.config import LoraConfig
-from pd_cluster.protocol.messages import EngineNews, LoadAdapter, UnloadAdapter
-from pd_connectors.protocol.adapters import AdapterRecord
+from pd_cluster.protocol.messages import EngineNews, EngineStats, KvStats, LoadAdapter, UnloadAdapter
+from pd_connectors.protocol.adapters import ON_DEVICE, ON_FILE, AdapterRecord
 from pd_connectors.protocol.feed import NodeLoad
 from pd_connectors.protocol.ticket import ALL_NODES, ORDER_HEADER, NodeOrder, sign
 from pd_http.endpoints import LOAD_PATH, UNLOAD_PATH
@@ -20,6 +20,7 @@ from tests.router import fake_nodes as fakes
 from tests.router.fake_nodes import FakeNode
 from tests.router.fake_nodes import running as running_fakes
 from tests.router.router_process import KEY, Router, serving, until
+from tests.router.test_admission import SECRETS, line
 from tests.server.fake_engine import FakeEngine, decodes, says
 from tests.server.live_server import Node, running
 from tests.server.test_node_adapters import DIALECTS, listed, written
@@ -306,3 +307,45 @@ async def test_without_a_node_that_takes_adapters_the_order_says_so(tmp_path: Pa
     async with a_node(tmp_path, "d", slots=0) as d, serving(decode=[d], admin_endpoints="open") as router:
         status, answer = await order(router, "tuned", "a")
         assert (status, "--lora-slots" in answer["error"]["message"]) == (503, True)
+
+
+async def test_a_key_sees_and_uses_its_own_adapters_only(tmp_path: Path) -> None:
+    written(tmp_path / "a")
+    keys = tmp_path / "keys"
+    keys.write_text(line("one", adapters=["mine"]) + line("two"))
+    async with a_pair(tmp_path, api_keys=str(keys)) as (router, _, _):
+        headers = {name: {"authorization": f"Bearer {SECRETS[name]}"} for name in ("one", "two")}
+        for name in ("mine", "other"):
+            async with router.session.post(
+                router.url + LOAD_PATH, json={"lora_name": name, "lora_path": "a"}, headers=headers["two"]
+            ) as answer:
+                assert answer.status == 200
+        for path, body in DIALECTS.items():
+            for name, key, found in (("other", "one", False), ("mine", "one", True), ("other", "two", True)):
+                where, asked = router.url + path, body | {"model": name}
+                async with router.session.post(where, json=asked, headers=headers[key]) as answer:
+                    assert (answer.status != 404) is found, (path, name, key)
+        for key, names in (("one", {"demo", "mine"}), ("two", {"demo", "mine", "other"})):
+            async with router.session.get(router.url + "/v1/models", headers=headers[key]) as answer:
+                assert {card["id"] for card in (await answer.json())["data"]} == names
+            async with router.session.get(router.url + "/v1/models/other", headers=headers[key]) as answer:
+                assert answer.status == (200 if "other" in names else 404)
+
+
+async def test_an_adapter_that_is_on_the_device_is_worth_its_load(tmp_path: Path) -> None:
+    """Of two idle nodes the one that need not read files is asked."""
+    written(tmp_path / "a")
+    async with (
+        a_node(tmp_path, "d") as d,
+        a_node(tmp_path, "d2") as ready,
+        serving(decode=[d, ready], admin_endpoints="open") as router,
+    ):
+        await followed(router, d, ready)
+        _, told = await order(router, "tuned", "a")
+        stats = EngineStats(KvStats(1, 1, 0, 0, 0, 0), 0, 0, 0, {}, {}, adapters={told["digest"]: "gpu"})
+        ready.engine.stats = stats
+        ready.state.adapters.on_change()
+        table = router.services.table
+        await until(lambda: [one.tier for one in table.having("tuned").values()] == [ON_FILE, ON_DEVICE])
+        assert (await ask(router, "tuned"))[0] == 200
+        assert (len(d.engine.requests), len(ready.engine.requests)) == (0, 1), "not the first in turn"

@@ -14,13 +14,13 @@ from pd_cluster.adapters.adapter_directory import directory_below, named_directo
 from pd_cluster.config import LoraConfig
 from pd_cluster.errors import BadAdapter, StartupError
 from pd_cluster.protocol.messages import AdapterLoaded, LoadAdapter, UnloadAdapter
-from pd_cluster.server.node import node_adapters
+from pd_cluster.server.node import adapter_metrics, node_adapters
 from pd_connectors.protocol.adapters import IN_HOST, AdapterRecord
 from pd_connectors.protocol.cache_space import cache_space
 from pd_connectors.protocol.ticket import ORDER_HEADER, NodeOrder, sign
 from pd_http.endpoints import LOAD_PATH, UNLOAD_PATH
 from tests.deadlines import HANG_S
-from tests.server.fake_engine import FakeEngine, says
+from tests.server.fake_engine import FakeEngine, Line, says
 from tests.server.live_server import KEY, Node, running
 from tests.server.test_feed import reading
 
@@ -263,3 +263,34 @@ def test_a_start_names_what_is_wrong_with_its_adapters(tmp_path: Path) -> None:
     (tmp_path / "circle").symlink_to(tmp_path / "circle")
     with pytest.raises(BadAdapter, match="no directory"):
         directory_below(str(tmp_path), "circle")
+
+
+async def test_metrics_name_adapters_up_to_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adapter_metrics, "MAX_LABELS", 2)
+    written(tmp_path / "a")
+    async with a_node(tmp_path) as node:
+        found = await digest(node, tmp_path)
+        for number, name in enumerate(("one", "two", "three"), 5):
+            await give(node, "hold", AdapterRecord(name, "a", found, number))
+        release = asyncio.Event()
+
+        async def waits(line: Line) -> None:
+            await release.wait()
+            await says([7])(line)
+
+        node.engine.script = waits
+        asked = asyncio.create_task(ask(node, "two"))
+        async with asyncio.timeout(HANG_S):
+            while not node.engine.requests:  # noqa: ASYNC110
+                await asyncio.sleep(0)
+        text = node.state.metrics.render("demo").decode()
+        for prefix in ("pd_", "vllm:"):
+            lines = [one for one in text.splitlines() if one.startswith(f"{prefix}lora_")]
+            loaded = [one for one in lines if "lora_adapter_loaded" in one]
+            assert len(loaded) == 2
+            assert not any('lora_name="one"' in one for one in loaded), "the ones that were loaded last"
+            (info,) = [one for one in lines if "lora_requests_info" in one]
+            assert 'running_lora_adapters="two"' in info
+        release.set()
+        assert (await asked)[0] == 200
+        assert 'running_lora_adapters=""' in node.state.metrics.render().decode()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -53,6 +54,7 @@ class NodeAdapters:
         """`model_names`: which no adapter may have."""
         self.on_change: Callable[[], None] = lambda: None
         self.is_ready = not config.lora  # the adapters of the command line are there
+        self.in_use: Counter[str] = Counter()  # name -> requests under way
         self._config = config
         self._engine = engine
         engine.on_adapter = self._answered

@@ -234,6 +234,11 @@ class NodeTable:
             self.adapters.learn(state.record)
         self._set_names(node, node.base_models)
 
+    def is_adapter(self, name: str) -> bool:
+        """Whether a node says so, or may have said so before its feed is read."""
+        listed = any(name in (node.models or ()) and name not in (node.base_models or ()) for node in self.nodes)
+        return listed or self.adapters.find(name) is not None
+
     def having(self, adapter: str) -> dict[Node, AdapterState]:
         """The nodes with the adapter of this name, and what each tells of it."""
         found = ((node, (node.adapters or {}).get(adapter)) for node in self.nodes)
