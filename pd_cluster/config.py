@@ -164,6 +164,10 @@ class LoraConfig:
         4.0, "Host memory in GB, on each rank, for adapters that were read. Others are read again.", positive=True
     )
 
+    def __post_init__(self) -> None:
+        if (self.lora or self.lora_dir) and not self.lora_slots:
+            object.__setattr__(self, "lora_slots", LORA_SLOTS)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:

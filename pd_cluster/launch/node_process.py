@@ -24,7 +24,6 @@ import uvloop
 import zmq.asyncio
 
 from pd_cluster.adapters.adapter_directory import named_directories
-from pd_cluster.config import LORA_SLOTS
 from pd_cluster.engine.client import ZmqEngineClient
 from pd_cluster.errors import EngineUnavailable, StartupError
 from pd_cluster.launch.engine_process import end_of_engine, running_engine
@@ -101,8 +100,6 @@ def complete(config: NodeConfig, port: int) -> NodeConfig:
     if max(map(len, names)) > MAX_NAME_CHARS:
         raise StartupError(f"--served-model-name: a name may have {MAX_NAME_CHARS} characters")
     lora = replace(config.lora, lora=tuple(f"{name}={directory}" for name, directory in own.items()))
-    if not lora.lora_slots and (lora.lora or lora.lora_dir):
-        lora = replace(lora, lora_slots=LORA_SLOTS)
     return replace(
         config,
         lora=lora,
