@@ -47,7 +47,7 @@ def main(directory: Path) -> None:
         parent, _, own = name.rpartition(".")
         setattr(model.get_submodule(parent), own, module)
     optimizer = torch.optim.AdamW([one for module in adapted.values() for one in (module.a, module.b)], lr=3e-3)
-    answer = tokenizer(ANSWER, add_special_tokens=False).input_ids + [tokenizer.eos_token_id or 2]
+    answer = [*tokenizer(ANSWER, add_special_tokens=False).input_ids, tokenizer.eos_token_id or 2]
     for step in range(STEPS):
         prompt = tokenizer(PROMPTS[step % len(PROMPTS)], add_special_tokens=False).input_ids
         ids = torch.tensor([prompt + answer])

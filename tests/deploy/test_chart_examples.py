@@ -40,9 +40,9 @@ INVARIANTS = (
     invariants.grace, invariants.probes, invariants.hardening, invariants.router_knows_nodes,
     invariants.nodes_know_pool, invariants.node_network, invariants.inference_pools,
 )  # fmt: skip
-OUTSIDE = frozenset(
+OUTSIDE = frozenset(  # what users bring
     {"Secret/pd-cluster-key", "PersistentVolumeClaim/weights", "PersistentVolumeClaim/adapters"}
-)  # what users bring
+)
 
 
 @cache

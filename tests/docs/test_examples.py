@@ -76,11 +76,10 @@ def test_an_adapter_of_the_demo_model(tmp_path: Path) -> None:
     with Launcher() as launcher:
         url = launcher.node("mixed", f"--lora=parrot={tmp_path / 'parrot'}", "--kv-cache-gb=0.1").url
         body = {"model": "parrot", "prompt": "Hello", "temperature": 0, "max_tokens": 16}
-        texts = [
-            httpx.post(f"{url}/v1/completions", json=body | {"model": model}, trust_env=False).json()["choices"][0][
-                "text"
-            ]
+        answers = [
+            httpx.post(f"{url}/v1/completions", json=body | {"model": model}, trust_env=False).json()
             for model in ("parrot", "demo_model")
         ]
+    texts = [answer["choices"][0]["text"] for answer in answers]
     assert texts[0] == " An adapter says this."
     assert texts[1] != texts[0]

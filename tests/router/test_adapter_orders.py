@@ -43,7 +43,7 @@ def eager_keepers(monkeypatch: pytest.MonkeyPatch) -> None:
 async def a_node(root: Path, node_id: str, *, slots: int = 4) -> AsyncIterator[Node]:
     """It answers for itself, and as a decode node asks a prefill node."""
     engine = FakeEngine(says([7]) if node_id.startswith("p") else decodes([7]), engine_id=node_id)
-    config = LoraConfig(lora_dir=str(root), lora_slots=slots)
+    config = LoraConfig(lora_dir=str(root) if slots else "", lora_slots=slots)
     async with running(engine, node_id=node_id, lora=config) as node:
         node.state.role.change("prefill" if node_id.startswith("p") else "decode")
         engine.stats = None  # so that one flush of the feed says all

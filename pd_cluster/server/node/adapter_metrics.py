@@ -1,4 +1,4 @@
-"""Metrics of a node's adapters. Their names are labels, of which an operator may load 1,000: so few are exported."""
+"""Metrics of a node's adapters. Names are labels, of which an operator may load 1,000, so few are exported."""
 
 from __future__ import annotations
 
@@ -16,24 +16,21 @@ if TYPE_CHECKING:
     from pd_cluster.server.node.node_adapters import NodeAdapters
 
 MAX_LABELS = 100  # adapters with series of their own, those that were loaded last
+REQUESTS_LABELS = ["running_lora_adapters", "waiting_lora_adapters", "max_lora"]  # of vLLM
 
 
 class AdapterCollector(Collector):
-    """Names and meanings are those of vLLM."""
+    """Reads them at each scrape."""
 
     def __init__(self, adapters: NodeAdapters) -> None:
         self._adapters = adapters
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
         loaded = GaugeMetricFamily("pd_lora_adapter_loaded", "1 for each adapter.", labels=["lora_name", "level"])
-        states = [one for one in self._adapters.states() if one.record.is_live]
-        for state in sorted(states, key=lambda one: -one.record.stamp)[:MAX_LABELS]:
+        states = sorted(self._adapters.states(), key=lambda one: (not one.record.is_live, -one.record.stamp))
+        for state in states[: min(MAX_LABELS, len(self._adapters.live))]:
             loaded.add_metric([state.record.name, LEVELS[state.tier]], 1)
-        yield loaded
-        labels = ["running_lora_adapters", "waiting_lora_adapters", "max_lora"]
-        info = GaugeMetricFamily(
-            "pd_lora_requests_info", "Unix time; its labels name the adapters of requests under way.", labels=labels
-        )
-        names = sorted(name for name, count in self._adapters.in_use.items() if count)[:MAX_LABELS]
-        info.add_metric([",".join(names), "", str(self._adapters.num_slots)], time.time())
-        yield info
+        info = GaugeMetricFamily("pd_lora_requests_info", "Unix time; labels name adapters.", None, REQUESTS_LABELS)
+        names = sorted(name for name, count in self._adapters.in_use.items() if name and count)
+        info.add_metric([",".join(names[:MAX_LABELS]), "", str(self._adapters.num_slots)], time.time())
+        yield from (loaded, info)

@@ -84,18 +84,18 @@ class NodeAdapters:
 
     def states(self) -> tuple[AdapterState, ...]:
         """All records, each with the tier of its adapter."""
-        stats = self._engine.stats
-        levels = {} if stats is None else stats.adapters
-        return tuple(
-            AdapterState(record, TIERS.get(levels.get(record.digest, ""), ON_FILE)) for record in self._records.values()
-        )
+        tiers = {digest: TIERS.get(level, ON_FILE) for digest, level in self._engine_levels.items()}
+        return tuple(AdapterState(record, tiers.get(record.digest, ON_FILE)) for record in self._records.values())
+
+    @property
+    def _engine_levels(self) -> dict[str, str]:
+        return {} if (stats := self._engine.stats) is None else stats.adapters
 
     def changed_states(self) -> tuple[AdapterState, ...]:
         """Those of `states` that differ from what this call has returned before."""
-        levels = {} if (stats := self._engine.stats) is None else stats.adapters
-        if levels == self._levels:
+        if self._levels == self._engine_levels:
             return ()
-        self._levels = levels
+        self._levels = self._engine_levels
         found = tuple(one for one in self.states() if self._told.get(one.record.name) != one)
         self._told.update({one.record.name: one for one in found})
         return found

@@ -9,7 +9,6 @@ it. Otherwise all hold it, prefill nodes first. A router that dies in between le
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -17,7 +16,7 @@ import msgspec
 from pd_connectors.protocol.adapters import AdapterRecord
 from pd_http.body import read_body
 from pd_http.endpoints import LOAD_PATH
-from pd_http.errors import AdapterConflict, InvalidRequest, ModelNotFound, PdError
+from pd_http.errors import AdapterConflict, InvalidRequest, ModelNotFound
 from pd_http.reply import json_response
 from pd_router.errors import NodeFailed, NoNode, WorkerLate
 from pd_router.nodes.node_table import Role
@@ -64,10 +63,7 @@ class ClusterAdapters:
         return {record.name: record.stamp for record in self._s.table.adapters.records}
 
     async def give(self, request: Request) -> Response:
-        """200 when every node obeys that serves adapters and is reachable.
-
-        Raises AdapterConflict, ModelNotFound, NoNode, NodeFailed, and errors about the order.
-        """
+        """200 when every reachable node obeys that serves adapters. Raises PdError."""
         is_load = request.url.path == LOAD_PATH
         asked, in_place = await self._asked(request, "load_adapter" if is_load else "unload_adapter")
         async with self._turn:
@@ -129,12 +125,9 @@ class ClusterAdapters:
                 raise InvalidRequest(f"nodes have other files under {asked.path!r}: {digests}", "lora_path")
             return found[first]
         except BaseException:
-            await asyncio.shield(asyncio.gather(*(self._dropped(node, asked) for node in nodes)))
+            drops = (self._keeper.tell(node, "drop", asked) for node in nodes)
+            await asyncio.shield(asyncio.gather(*drops, return_exceptions=True))  # one that fails ends by itself
             raise
-
-    async def _dropped(self, node: Node, record: AdapterRecord) -> None:
-        with contextlib.suppress(AdapterRefused):  # it ends by itself
-            await self._keeper.tell(node, "drop", record)
 
     async def _hold(self, nodes: Sequence[Node], record: AdapterRecord) -> None:
         """Decided: what does not reach a node now reaches it by the keepers. Raises AdapterConflict, PdError."""
@@ -148,36 +141,24 @@ class ClusterAdapters:
     async def _all(self, nodes: Sequence[Node], step: Step, record: AdapterRecord) -> list[AdapterRecord]:
         """Waits for every node. Raises PdError for those that do not obey."""
         told = await asyncio.gather(*(self._keeper.tell(node, step, record) for node in nodes), return_exceptions=True)
-        refusals = [one for one in told if isinstance(one, AdapterRefused)]
-        for other in told:
-            if isinstance(other, BaseException) and not isinstance(other, AdapterRefused):
-                raise other
-        if refusals:
-            raise _error(refusals)
-        return [one for one in told if isinstance(one, AdapterRecord)]
+        done = [one for one in told if isinstance(one, AdapterRecord)]
+        if refusals := [one for one in told if isinstance(one, AdapterRefused)]:
+            status = max(one.status for one in refusals)
+            text = f"not every node obeyed: {'; '.join(map(str, refusals))}"
+            kind = AdapterConflict if status == 409 else NodeFailed if status >= 500 else InvalidRequest
+            raise kind(text, status=status)
+        assert len(done) == len(told), told  # a bug
+        return done
 
     async def _tell_workers(self, record: AdapterRecord) -> None:
         """Return when the feeds of all workers have told them. Raises WorkerLate."""
-        if self._workers.number is None:
-            return
-        late: list[int] = []
-        try:
-            async with asyncio.timeout(WORKERS_DEADLINE_S):
-                while True:
-                    told = await self._workers.ask(ADAPTERS)
-                    late = [
-                        number for number, stamps in told.items() if (stamps or {}).get(record.name, 0) < record.stamp
-                    ]
-                    if not late:
-                        return
-                    await asyncio.sleep(LOOK_EVERY_S)
-        except TimeoutError as error:
-            raise WorkerLate(f"the nodes have obeyed; workers {late} do not know it yet") from error
-
-
-def _error(refusals: Sequence[AdapterRefused]) -> PdError:
-    text = f"not every node obeyed: {'; '.join(map(str, refusals))}"
-    statuses = {refusal.status for refusal in refusals}
-    if 409 in statuses:
-        return AdapterConflict(text)
-    return NodeFailed(text) if max(statuses) >= 500 else InvalidRequest(text, status=max(statuses))
+        clock = self._s.table.clock
+        ends_s = clock() + WORKERS_DEADLINE_S
+        while late := [
+            number
+            for number, stamps in (await self._workers.ask(ADAPTERS)).items()
+            if (stamps or {}).get(record.name, 0) < record.stamp
+        ]:
+            if clock() > ends_s:
+                raise WorkerLate(f"the nodes have obeyed; workers {late} do not know it yet")
+            await asyncio.sleep(LOOK_EVERY_S)
