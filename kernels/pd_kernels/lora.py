@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import torch
 
     from pd_kernels.values import Ints
@@ -27,6 +29,15 @@ class AdapterRows(NamedTuple):
     tiles: torch.Tensor  # int32 [n, 3]: slot, first place in `order`, and the one after the last; slot -1: no tile
     most: int  # rows of a tile
     tail: AdapterRows | None = None  # of the rows that sample, where only these are computed; None: none has an adapter
+
+    @classmethod
+    def of(cls, slots: Ints, sampled: Ints | None, move: Callable[[Ints], torch.Tensor]) -> AdapterRows | None:
+        """Those of a step; None: no row has an adapter. `slots`: of each token. `sampled`: tokens that sample."""
+        if (slots == NO_SLOT).all():
+            return None
+        order, tiles = (move(part.astype(np.int32)) for part in cut_tiles(slots, len(slots)))
+        tail = None if sampled is None else cls.of(slots[sampled], None, move)
+        return cls(order, tiles, tile_rows(len(slots)), tail)
 
 
 @dataclass(frozen=True, slots=True)

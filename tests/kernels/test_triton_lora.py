@@ -1,4 +1,4 @@
-"""What Triton's kernels add for adapters, beside torch's: odd shapes, ranks below a slot's, rows of the base between."""
+"""What Triton's kernels add for adapters, beside torch's: odd shapes, ranks below a slot's, rows of the base."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def rows_of(slots: list[int], num_slots: int) -> AdapterRows:
     order, tiles = cut_tiles(np.array(slots), len(slots))
     padded = np.full((most_tiles(len(slots), num_slots), 3), -1)
     padded[: len(tiles)] = tiles
-    moved = (torch.from_numpy(one.astype(np.int32)).to(DEVICE) for one in (order, padded))
-    return AdapterRows(*moved, tile_rows(len(slots)))
+    places, kept = (torch.from_numpy(one.astype(np.int32)).to(DEVICE) for one in (order, padded))
+    return AdapterRows(places, kept, tile_rows(len(slots)))
 
 
 @pytest.mark.parametrize("num_rows", [1, 21, 300])

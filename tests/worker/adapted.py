@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-import threading
-from dataclasses import dataclass, replace
+import queue
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -60,15 +60,18 @@ def make_adapter(
     return MadeAdapter(path, read_adapter(path, max_bytes).digest, changes)
 
 
-def start(directory: Path, num_blocks: int = 64, num_slots: int = 3, max_rank: int = 64, **more: Any) -> DeviceExecutor:
-    """An executor on CPU in float32 with slots. `more`: other parts of the NodeConfig."""
-    config = NodeConfig(
-        model=ModelConfig(model=str(directory), device="cpu", dtype="float32"),
-        cache=CacheConfig(num_blocks=num_blocks, block_size=16, swap_gb=0.001),
-        lora=LoraConfig(lora_slots=num_slots, max_lora_rank=max_rank),
+def config_of(directory: Path, tp: int = 1) -> NodeConfig:
+    """A CPU in float32 with three slots of rank 64."""
+    return NodeConfig(
+        model=ModelConfig(model=str(directory), device="cpu", dtype="float32", tp=tp, num_threads=1),
+        cache=CacheConfig(num_blocks=64, block_size=16, swap_gb=0.001),
+        lora=LoraConfig(lora_slots=3, max_lora_rank=64),
         scheduler=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=512),
     )
-    return DeviceExecutor.started(replace(config, **more), lambda _: None)
+
+
+def start(directory: Path) -> DeviceExecutor:
+    return DeviceExecutor.started(config_of(directory), lambda _: None)
 
 
 def served_parts(executor: DeviceExecutor) -> dict[str, LinearPart]:
@@ -77,14 +80,8 @@ def served_parts(executor: DeviceExecutor) -> dict[str, LinearPart]:
     return {name: part for name, part in model.parts.items() if part.kind in SERVED_KINDS}
 
 
-def load(executor: DeviceExecutor, digest: str, path: Path) -> str:
-    """Read an adapter on all ranks. -> the error."""
-    told, is_done = list[str](), threading.Event()
-
-    def done(error: str, num_bytes: int) -> None:
-        told.append(error)
-        is_done.set()
-
-    executor.read_adapter(digest, str(path), done)
-    assert is_done.wait(HANG_S)
-    return told[0]
+def load(executor: DeviceExecutor, digest: str, path: Path, num_ranks: int = 1) -> str:
+    """Read an adapter on all ranks. -> an error."""
+    told = queue.Queue[str]()
+    executor.read_adapter(digest, str(path), lambda error, num_bytes: told.put(error))
+    return max(told.get(timeout=HANG_S) for _ in range(num_ranks))

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
 
 from pd_cluster.worker.cuda_graphs.graph_sizes import decode_sizes
+from pd_cluster.worker.device_executor import DeviceDescribed, DeviceExecutor, run_phases
+from pd_cluster.worker.ranks import Ranks
 from tests.models.state_models import STATE_MODELS
-from tests.worker.adapted import load, make_adapter, served_parts, start
+from tests.shallow_model import shallow_model
+from tests.worker.adapted import config_of, load, make_adapter, served_parts, start
 from tests.worker.conftest import MODELS, VOCAB_SIZE, ModelStore, save_model
 from tests.worker.driver import random_prompts
 from tests.worker.repeated_graphs import with_graphs
 from tests.worker.scheduled import ScheduledWorker, largest_error
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from tests.worker.adapted import MadeAdapter
 
+ROOT = Path(__file__).parents[2]
 RANKS: list[Any] = [  # of five adapters: by module, and which modules they have
     (lambda name: 1, ""), (lambda name: 1 + len(name) % 7, ""), (lambda name: 16, "self_attn"), (lambda name: 33, ""),
     (lambda name: 64 if "1." in name else 3, ""),
@@ -38,10 +41,10 @@ def adapters_of(executor: Any, root: Path) -> list[MadeAdapter]:
     ]
 
 
-def run_mixed(worker: ScheduledWorker, adapters: list[MadeAdapter]) -> dict[str, str]:
+def run_mixed(worker: ScheduledWorker, adapters: list[MadeAdapter], num_ranks: int = 1) -> dict[str, str]:
     """Two requests of the base, two of each adapter. -> digest by name."""
     for adapter in adapters:
-        assert not load(worker.executor, adapter.digest, adapter.path)
+        assert not load(worker.executor, adapter.digest, adapter.path, num_ranks)
         worker.scheduler._queues.adapters.in_host[adapter.digest] = True
     digests = ["", "", *(adapter.digest for adapter in adapters), *(adapter.digest for adapter in adapters)]
     asked = {f"r{index}": digest for index, digest in enumerate(digests)}
@@ -76,7 +79,7 @@ def test_mixed_batches(models: ModelStore, tmp_path: Path, name: str) -> None:
     merged = {adapter.digest: adapter.merged(saved.model) for adapter in adapters}
     errors = errors_by_adapter(worker, asked, {"": saved.model, **merged})
     assert max(errors.values()) < EXACT.get(name, 1e-5)
-    others = errors_by_adapter(worker, asked, {digest: saved.model for digest in merged})
+    others = errors_by_adapter(worker, asked, dict.fromkeys(merged, saved.model))
     assert min(others.values()) > 0.03, "an adapter that is left out would not be seen"
     executor.close()
 
@@ -98,3 +101,31 @@ def test_replayed_steps(models: ModelStore, tmp_path: Path) -> None:
     assert {size.has_adapters for size in replayed} == {False, True}
     assert [size.has_adapters for size in replayed[-3:]] == [False] * 3
     executor.close()
+
+
+@pytest.mark.integration
+def test_ranks_compute_their_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks read the files by themselves. Rank 0 has half of the logits of one rank alone, and its tokens."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    found, losses = list[ScheduledWorker](), list[Exception]()
+    for tp in (1, 2):
+        config = config_of(Path(shallow_model()), tp=tp)
+        if tp == 1:
+            executor = DeviceExecutor.started(config, lambda _: None)
+            adapters = adapters_of(executor, tmp_path)
+        else:
+            ranks = Ranks(config, f"ipc://{tmp_path}/r", losses.append)
+            executor = run_phases(DeviceDescribed.over(ranks, lambda _: None), config.cache, lambda _: None)
+            error = load(executor, "0" * 32, adapters[0].path, num_ranks=2)
+            assert error.endswith(f"their digest is {adapters[0].digest}, not {'0' * 32}")
+        found.append(ScheduledWorker(executor, budget=23, num_slots=3))
+        run_mixed(found[-1], adapters, num_ranks=tp)
+        executor.close()
+    assert losses == []
+    alone, shared = found
+    assert alone.outputs == shared.outputs
+    assert len(alone.drawn) == len(shared.drawn)
+    for one, part in zip(alone.drawn, shared.drawn, strict=True):
+        whole = one.logits[: len(part.logits)]
+        assert len(part.logits) == (len(one.logits) + 1) // 2
+        assert (part.logits - whole).abs().max() < 1e-5 * max(1.0, float(whole.std()))
