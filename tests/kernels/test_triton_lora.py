@@ -12,6 +12,7 @@ pytest.importorskip("triton", reason="the Triton kernels need triton")
 
 from pd_kernels import lora, triton_lora
 from pd_kernels.lora import AdapterMatrices, AdapterRows, cut_tiles, most_tiles, tile_rows
+from pd_kernels.values import HalfNormed
 
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")
 GPU = torch.cuda.is_available()
@@ -51,9 +52,9 @@ def test_each_row_gets_its_own_adapter(name: str, most: int, ranks: list[int], n
     x = torch.randn(num_rows, inputs, generator=generator).to(DEVICE, DTYPE)
     y = torch.randn(num_rows, sum(parts), generator=generator).to(DEVICE, DTYPE)
     found, expected, rows = y.clone(), y.float().clone(), rows_of(slots, 3)
-    triton_lora.add_adapters(x, found, own, rows)
+    triton_lora.expand(triton_lora.shrink(x, own, rows), found, own, rows)
     wide = AdapterMatrices(own.memory.float(), own.ranks, most, own.start, inputs, own.bounds)
-    lora.add_adapters(x.float(), expected, wide, rows)
+    lora.expand(lora.shrink(x.float(), wide, rows), expected, wide, rows)
     base = torch.tensor(slots) < 0
     assert torch.equal(found[base], y[base])
     assert (found.float() - expected).norm() <= (1e-2 if GPU else 1e-5) * (expected - y.float()).norm() + 1e-30
@@ -68,6 +69,20 @@ def test_a_row_does_not_depend_on_its_place_and_on_others() -> None:
     for slots, place in (([1] * 21, 0), ([0, 2, 1] * 7, 2), ([-1] * 20 + [1], 20), ([2] * 20 + [1], 20)):
         moved, y = x.clone(), torch.zeros(21, sum(parts), dtype=DTYPE, device=DEVICE)
         moved[place] = x[0]
-        triton_lora.add_adapters(moved, y, own, rows_of(slots, 3))
+        rows = rows_of(slots, 3)
+        triton_lora.expand(triton_lora.shrink(moved, own, rows), y, own, rows)
         found.append(y[place])
     assert all(torch.equal(found[0], one) for one in found[1:])
+
+
+def test_the_division_of_a_norm_comes_after_the_shrink() -> None:
+    inputs, parts = SHAPES["qkv"]
+    own, generator = matrices(inputs, parts, [16, 64, 32], 64), torch.Generator().manual_seed(4)
+    x = torch.randn(5, inputs, generator=generator).to(DEVICE, DTYPE)
+    squares = x.float().pow(2).view(5, 4, -1).sum(2).T.contiguous()
+    half, rows = HalfNormed(x, squares, 1e-5), rows_of([2, -1, 0, 1, 2], 3)
+    found, expected = torch.zeros(2, 5, sum(parts), dtype=DTYPE, device=DEVICE)
+    triton_lora.expand(triton_lora.shrink(half, own, rows), found, own, rows)
+    triton_lora.expand(triton_lora.shrink(half.normed(), own, rows), expected, own, rows)
+    assert (found - expected).float().norm() <= (1e-2 if GPU else 1e-5) * expected.float().norm()
+    assert expected.float().norm() > 0

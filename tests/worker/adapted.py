@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import queue
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ from tests.deadlines import HANG_S
 from tests.models.adapter_files import CONFIG, MAX_BYTES, PREFIX, pair, write
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
 
     from pd_cluster.models.linear_part import LinearPart
@@ -42,6 +43,21 @@ class MadeAdapter:
             for name, change in self.changes.items():
                 changed.get_submodule(name).weight += change
         return changed
+
+    @contextmanager
+    def hooked(self, model: Any) -> Iterator[None]:
+        """Meanwhile transformers' model adds what this adapter gives, and its weights stay."""
+        handles = []
+        for name, change in self.changes.items():
+
+            def add(module: Any, args: Any, out: torch.Tensor, change: torch.Tensor = change) -> torch.Tensor:
+                out += args[0] @ change.T
+                return out
+
+            handles.append(model.get_submodule(name).register_forward_hook(add))
+        yield
+        for handle in handles:
+            handle.remove()
 
 
 def make_adapter(

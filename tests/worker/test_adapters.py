@@ -8,16 +8,20 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from pd_cluster.models.linear import Linear
 from pd_cluster.worker.cuda_graphs.graph_sizes import decode_sizes
 from pd_cluster.worker.device_executor import DeviceDescribed, DeviceExecutor, run_phases
 from pd_cluster.worker.ranks import Ranks
+from pd_kernels.backends import TORCH, Kernels
 from tests.models.state_models import STATE_MODELS
 from tests.shallow_model import shallow_model
 from tests.worker.adapted import config_of, load, make_adapter, served_parts, start
 from tests.worker.conftest import MODELS, VOCAB_SIZE, ModelStore, save_model
 from tests.worker.driver import random_prompts
+from tests.worker.quantized_models import CASES, save_quantized
 from tests.worker.repeated_graphs import with_graphs
 from tests.worker.scheduled import ScheduledWorker, largest_error
+from tests.worker.test_few_rows import FEW_ROWS
 
 if TYPE_CHECKING:
     from tests.worker.adapted import MadeAdapter
@@ -84,8 +88,11 @@ def test_mixed_batches(models: ModelStore, tmp_path: Path, name: str) -> None:
     executor.close()
 
 
-def test_replayed_steps(models: ModelStore, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kernels", [TORCH, FEW_ROWS], ids=["usual", "few-rows"])
+def test_replayed_steps(models: ModelStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernels: Kernels) -> None:
     """Steps of decodes with and without adapters have graphs of their own; slots change their adapters meanwhile."""
+    monkeypatch.setattr("pd_cluster.worker.device_plan.select_kernels", lambda device: kernels)
+    monkeypatch.setattr(Linear, "pack", lambda linear, keep_weight: None)  # as on a GPU
     saved = models.get("qwen3")
     executor = start(saved.directory)
     sizes = [*decode_sizes(8), *decode_sizes(8, has_adapters=True)]
@@ -129,3 +136,22 @@ def test_ranks_compute_their_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         whole = one.logits[: len(part.logits)]
         assert len(part.logits) == (len(one.logits) + 1) // 2
         assert (part.logits - whole).abs().max() < 1e-5 * max(1.0, float(whole.std()))
+
+
+@pytest.mark.parametrize("name", ["llama-blocks", "qwen3-modelopt", "gemma3-channels"])
+def test_quantized_models(tmp_path: Path, name: str) -> None:
+    """Adapters read the rows that the weights read: rounded to float8 where a norm leaves only these.
+
+    Where a sum is at the middle of two values of float8 the models round it apart, by a third of the deviation.
+    """
+    saved = save_quantized(CASES[name], tmp_path / "model")
+    executor = start(saved.directory)
+    worker = ScheduledWorker(executor, budget=512, num_slots=3)
+    adapters = adapters_of(executor, tmp_path)
+    asked = run_mixed(worker, adapters)
+    for adapter in adapters:
+        others = errors_by_adapter(worker, asked, {adapter.digest: saved.model})
+        with adapter.hooked(saved.model):
+            errors = errors_by_adapter(worker, asked, {adapter.digest: saved.model})
+        assert errors[adapter.digest] < 0.6 * others[adapter.digest]
+    executor.close()
