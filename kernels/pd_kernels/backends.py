@@ -121,7 +121,8 @@ class Kernels:
     sigmoid_and_mul_quantized: Callable[[torch.Tensor, torch.Tensor, int], QuantizedRows]
     gated_norm_quantized: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float, int], QuantizedRows]
     quantized_product: Callable[[QuantizedRows, QuantizedWeight, torch.dtype], torch.Tensor]
-    add_adapters: Callable[[torch.Tensor, torch.Tensor, AdapterMatrices, AdapterRows], None]
+    shrink: Callable[[torch.Tensor | HalfNormed, AdapterMatrices, AdapterRows], torch.Tensor]
+    expand: Callable[[torch.Tensor, torch.Tensor, AdapterMatrices, AdapterRows], None]
     norm_rope_write: NormRopeWrite
     route: RouteTokens
     experts: MixExperts
@@ -168,7 +169,8 @@ TORCH = Kernels(
     sigmoid_and_mul_quantized=torch_quantized.sigmoid_and_mul_quantized,
     gated_norm_quantized=torch_state.gated_norm_quantized,
     quantized_product=torch_quantized.quantized_product,
-    add_adapters=lora.add_adapters,
+    shrink=lora.shrink,
+    expand=lora.expand,
     norm_rope_write=torch_ops.norm_rope_write,
     route=torch_experts.route,
     experts=torch_experts.experts,

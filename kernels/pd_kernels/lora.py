@@ -6,11 +6,16 @@ A row with an adapter gets B A x more than the weight gives it. Rows are sorted 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from pd_kernels.values import HalfNormed
+
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import torch
 
     from pd_kernels.values import Ints
@@ -27,6 +32,15 @@ class AdapterRows(NamedTuple):
     tiles: torch.Tensor  # int32 [n, 3]: slot, first place in `order`, and the one after the last; slot -1: no tile
     most: int  # rows of a tile
     tail: AdapterRows | None = None  # of the rows that sample, where only these are computed; None: none has an adapter
+
+    @classmethod
+    def of(cls, slots: Ints, sampled: Ints | None, move: Callable[[Ints], torch.Tensor]) -> AdapterRows | None:
+        """Those of a step; None: no row has an adapter. `slots`: of each token. `sampled`: tokens that sample."""
+        if (slots == NO_SLOT).all():
+            return None
+        order, tiles = (move(part.astype(np.int32)) for part in cut_tiles(slots, len(slots)))
+        tail = None if sampled is None else cls.of(slots[sampled], None, move)
+        return cls(order, tiles, tile_rows(len(slots)), tail)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,14 +97,21 @@ def cut_tiles(slots: Ints, num_rows: int) -> tuple[Ints, Ints]:
     return order, np.array(tiles, np.int64).reshape(-1, 3)
 
 
-def add_adapters(x: torch.Tensor, y: torch.Tensor, matrices: AdapterMatrices, rows: AdapterRows) -> None:
-    """Add B A x to `y` [T, out], in place, in the rows that have an adapter. `x` [T, in]."""
+def shrink(x: torch.Tensor | HalfNormed, matrices: AdapterMatrices, rows: AdapterRows) -> torch.Tensor:
+    """A x of the rows that have an adapter, for `expand`. `x` [T, in]."""
+    x = x.normed() if isinstance(x, HalfNormed) else x
+    low = x.new_zeros(len(rows.order), matrices.num_parts, matrices.max_rank)
     for slot, start, end in rows.tiles.tolist():
-        if slot == NO_SLOT:
-            continue
-        a, b = matrices.of(matrices.memory[slot], int(matrices.ranks[slot]))
-        own = rows.order[start:end].long()
-        low = x[own] @ a.flatten(0, 1).T
-        bounds = matrices.bounds
-        for each, first, last in zip(low.chunk(len(a), 1), bounds, bounds[1:], strict=False):
-            y[own, first:last] += each @ b[first:last].T
+        if slot != NO_SLOT:
+            a, _ = matrices.of(matrices.memory[slot], rank := int(matrices.ranks[slot]))
+            low[start:end, :, :rank] = (x[rows.order[start:end].long()] @ a.flatten(0, 1).T).view(-1, len(a), rank)
+    return low
+
+
+def expand(low: torch.Tensor, y: torch.Tensor, matrices: AdapterMatrices, rows: AdapterRows) -> None:
+    """Add B A x to `y` [T, out], in place. `low`: of `shrink`."""
+    for slot, start, end in rows.tiles.tolist():
+        if slot != NO_SLOT:
+            _, b = matrices.of(matrices.memory[slot], rank := int(matrices.ranks[slot]))
+            for part, (first, last) in enumerate(pairwise(matrices.bounds)):
+                y[rows.order[start:end].long(), first:last] += low[start:end, part, :rank] @ b[first:last].T

@@ -9,13 +9,14 @@ are not read.
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
 import triton.language as tl
 
 from pd_kernels.lora import FEW
+from pd_kernels.values import HalfNormed
 
 if TYPE_CHECKING:
     from pd_kernels.lora import AdapterMatrices, AdapterRows
@@ -25,11 +26,11 @@ FEW_SPLITS, SPLITS = 8, 2  # of the inputs, for few rows and for many
 FEW_COLUMNS, COLUMNS = 128, 256  # outputs of a program (8B on one H200, ranks 16 and 64)
 
 
-@triton.jit(do_not_specialize=["start", "num_places"])
+@triton.jit(do_not_specialize=["num_pieces", "num_rows", "eps", "start", "num_places"])
 def _shrink(
-    x, x_stride, memory, slot_size, ranks, start, low, order, tiles, num_places,
-    K: tl.constexpr, PARTS: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
-    STEP: tl.constexpr, SPLITS: tl.constexpr,
+    x, x_stride, squares, num_pieces, num_rows, eps, memory, slot_size, ranks, start, low, order, tiles, num_places,
+    HALF: tl.constexpr, K: tl.constexpr, PARTS: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS: tl.constexpr, STEP: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """low[split, place, ranks of all parts] = the split's part of x A^T, a block of ranks."""
     tile, split, column = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -55,6 +56,11 @@ def _shrink(
                     a + rank[:, None] * K + at[None, :], mask=(rank < num_ranks)[:, None] & (at < K)[None, :], other=0.0
                 )
                 sums = tl.dot(rows, tl.trans(lines), sums, input_precision="ieee")
+            if HALF:  # the division of the norm, as products of few rows do it
+                square = tl.zeros([ROWS], tl.float32)
+                for piece in range(num_pieces):
+                    square += tl.load(squares + piece * num_rows + row, mask=place < end, other=0.0)
+                sums *= tl.rsqrt(square / K + eps)[:, None]
             target = low + (split * num_places + place)[:, None] * (PARTS * RANKS) + (part * RANKS + rank)[None, :]
             tl.store(target, sums, mask=(place < end)[:, None])
 
@@ -92,21 +98,49 @@ def _expand(
         tl.store(target, (before.to(tl.float32) + product).to(before.dtype), mask=mask)
 
 
-def add_adapters(x: torch.Tensor, y: torch.Tensor, matrices: AdapterMatrices, rows: AdapterRows) -> None:
-    """See `lora.add_adapters`."""
-    memory, num_rows, num_places, num_tiles = matrices.memory, len(x), len(rows.order), len(rows.tiles)
-    splits, columns = (FEW_SPLITS, FEW_COLUMNS) if num_rows <= FEW else (SPLITS, COLUMNS)
-    num_parts, ranks, bounds = matrices.num_parts, matrices.max_rank, matrices.bounds
-    block = next(size for size in (64, 32, 16) if not ranks % size)
-    low = torch.empty(splits * num_places * num_parts * ranks, dtype=torch.float32, device=x.device)
-    shared = memory, memory.shape[1], matrices.ranks, matrices.start, low, rows.order, rows.tiles, num_places
-    sizes = {"K": matrices.num_inputs, "PARTS": num_parts, "RANKS": ranks, "BLOCK": block, "ROWS": rows.most}
-    _shrink[num_tiles, splits, num_parts * ranks // block](
-        x, x.stride(0), *shared, **sizes, STEP=STEP, SPLITS=splits, num_warps=4, num_stages=3
+def shrink(x: torch.Tensor | HalfNormed, matrices: AdapterMatrices, rows: AdapterRows) -> torch.Tensor:
+    """See `lora.shrink`. -> float32 [splits, places, parts * ranks of a slot]."""
+    squares, eps = (x.squares, x.eps) if isinstance(x, HalfNormed) else (matrices.ranks, 0.0)
+    is_half, x = isinstance(x, HalfNormed), x.x if isinstance(x, HalfNormed) else x
+    splits, sizes = FEW_SPLITS if len(x) <= FEW else SPLITS, _sizes(matrices, rows)
+    num_ranks = matrices.num_parts * matrices.max_rank
+    low = torch.empty(splits, len(rows.order), num_ranks, dtype=torch.float32, device=x.device)
+    _shrink[len(rows.tiles), splits, num_ranks // sizes["BLOCK"]](
+        x,
+        x.stride(0),
+        squares,
+        len(squares),
+        len(x),
+        eps,
+        *_arguments(low, matrices, rows),
+        HALF=is_half,
+        **sizes,
+        STEP=STEP,
+        SPLITS=splits,
+        num_warps=4,
+        num_stages=3,
     )
+    return low
+
+
+def expand(low: torch.Tensor, y: torch.Tensor, matrices: AdapterMatrices, rows: AdapterRows) -> None:
+    """See `lora.expand`."""
+    columns, bounds = FEW_COLUMNS if len(y) <= FEW else COLUMNS, matrices.bounds
     blocks = [triton.cdiv(end - start, columns) for start, end in pairwise(bounds)]
     second, third = (*bounds[1:], bounds[-1], bounds[-1])[:2]
-    _expand[num_tiles, sum(blocks)](
-        y, y.stride(0), *shared, second, third, bounds[-1], blocks[0], sum(blocks[:2]),
-        **sizes, COLUMNS=columns, SPLITS=splits, num_warps=4,
+    _expand[len(rows.tiles), sum(blocks)](
+        y, y.stride(0), *_arguments(low, matrices, rows), second, third, bounds[-1], blocks[0], sum(blocks[:2]),
+        **_sizes(matrices, rows), COLUMNS=columns, SPLITS=len(low), num_warps=4,
     )  # fmt: skip
+
+
+def _arguments(low: torch.Tensor, matrices: AdapterMatrices, rows: AdapterRows) -> tuple[Any, ...]:
+    memory = matrices.memory
+    of_step = low, rows.order, rows.tiles, len(rows.order)
+    return memory, memory.shape[1], matrices.ranks, matrices.start, *of_step
+
+
+def _sizes(matrices: AdapterMatrices, rows: AdapterRows) -> dict[str, int]:
+    ranks = matrices.max_rank
+    block = next(size for size in (64, 32, 16) if not ranks % size)
+    return {"K": matrices.num_inputs, "PARTS": matrices.num_parts, "RANKS": ranks, "BLOCK": block, "ROWS": rows.most}

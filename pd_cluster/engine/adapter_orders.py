@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from pd_cluster.errors import BadAdapter
 from pd_cluster.protocol.messages import AdapterLoaded, AdapterUnloaded, AddRequest, LoadAdapter, UnloadAdapter
@@ -15,14 +15,6 @@ if TYPE_CHECKING:
     from pd_cluster.engine.mailbox import Mailbox
     from pd_cluster.scheduling.adapter_places import AdapterPlaces
     from pd_cluster.worker.executor import Executor
-
-
-class ReadDone(NamedTuple):
-    """All ranks have read an adapter, or one could not."""
-
-    digest: str
-    error: str
-    num_bytes: int  # of one rank
 
 
 class AdapterOrders:
@@ -39,9 +31,9 @@ class AdapterOrders:
         self._config, self._places, self._executor, self._mailbox, self._fail = config, places, executor, mailbox, fail
         self._paths: dict[str, str] = {}  # of the known ones, and of those that are read for an order
         self._num_bytes: dict[str, int] = {}  # of each in host memory
-        self._reading: set[str] = set()
+        self._reading: dict[str, list[tuple[str, int]]] = {}  # errors and bytes that ranks have told so far
         self._leaving: set[str] = set()  # they are refused, and forgotten when no request has them
-        self._done: deque[ReadDone] = deque()  # filled by other threads
+        self._told: deque[tuple[str, str, int]] = deque()  # digest, error, bytes of a rank: filled by other threads
 
     def check(self, request: AddRequest) -> None:
         """Raises BadAdapter for a request with an adapter that is not loaded."""
@@ -70,8 +62,12 @@ class AdapterOrders:
 
     def turn(self) -> None:
         """Take what threads have read, forget what no request has any more."""
-        while self._done:
-            self._take_read(self._done.popleft())
+        while self._told:
+            digest, error, num_bytes = self._told.popleft()
+            self._reading[digest].append((error, num_bytes))
+            if len(self._reading[digest]) == self._executor.layout.tp_size:
+                errors, sizes = zip(*self._reading.pop(digest), strict=True)
+                self._take_read(digest, next(filter(None, errors), ""), max(sizes))
         places = self._places
         for digest in [digest for digest in self._leaving if not places.num_live[digest]]:
             self._leaving.discard(digest)
@@ -89,22 +85,22 @@ class AdapterOrders:
         """On a thread of each rank, unless that is under way."""
         if digest in self._reading:
             return
-        self._reading.add(digest)
+        self._reading[digest] = []
 
         def done(error: str, num_bytes: int) -> None:
-            self._done.append(ReadDone(digest, error, num_bytes))
+            self._told.append((digest, error, num_bytes))
             self._mailbox.wake()
 
         self._executor.read_adapter(digest, self._paths[digest], done)
 
-    def _take_read(self, read: ReadDone) -> None:
-        digest, error, places = read.digest, read.error, self._places
-        self._reading.discard(digest)
+    def _take_read(self, digest: str, error: str, num_bytes: int) -> None:
+        """All ranks have read an adapter, of so many bytes on one, or some could not."""
+        places = self._places
         is_known, most = digest in places.in_host, int(self._config.lora_host_gb * 1e9)
         if not error and not is_known and digest not in self._paths:
             error = "it was unloaded while it was read"
-        if not error and read.num_bytes > most:
-            error = f"it has {read.num_bytes} bytes, and --lora-host-gb allows {most}"
+        if not error and num_bytes > most:
+            error = f"it has {num_bytes} bytes, and --lora-host-gb allows {most}"
         if error:
             self._drop(digest)
             if is_known:
@@ -114,13 +110,13 @@ class AdapterOrders:
                 self._mailbox.send(AdapterLoaded(digest, error))
             return
         for other in places.droppable:
-            if sum(self._num_bytes.values()) + read.num_bytes <= most:
+            if sum(self._num_bytes.values()) + num_bytes <= most:
                 break
             self._drop(other)
             places.in_host[other] = False
-        places.in_host[digest] = sum(self._num_bytes.values()) + read.num_bytes <= most
+        places.in_host[digest] = sum(self._num_bytes.values()) + num_bytes <= most
         if places.in_host[digest]:
-            self._num_bytes[digest] = read.num_bytes
+            self._num_bytes[digest] = num_bytes
         else:
             self._drop(digest)
         if not is_known:

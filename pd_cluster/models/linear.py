@@ -58,6 +58,7 @@ class Linear:
         self._kernels = kernels
         self._reduce = reduce
         self._few_rows: FewRows | None = None
+        self._few_unactivated: FewRows | None = None  # for rows with adapters
         self._next_group = 0  # the group of the Linear that this one feeds
         self._is_read_plain = False  # what this one feeds is read plain, too
         self._product: Callable[[Any], torch.Tensor] = self._matmul  # without the activation
@@ -88,15 +89,17 @@ class Linear:
     def _adapted(self, x: Normed) -> torch.Tensor:
         """The result of a call with what adapters add, which comes before the activation."""
         assert self.adapters is not None
-        plain = self.adapters.plain(x)
         if self.activate is None:
-            product = self._base(x)
-        elif isinstance(x, HalfNormed):
-            product = self._product(plain)
-        else:
-            product = self._product(self._one_of(x) if isinstance(x, RowsTwice) else x)
-        self.adapters.add(plain, product)
-        return product if self.activate is None else self.activate(product)
+            return self.adapters.run(x, lambda: self._base(x))
+        return self.activate(self.adapters.run(x, lambda: self._unactivated(x)))
+
+    def _unactivated(self, x: Normed) -> torch.Tensor:
+        """What the weight gives before the activation."""
+        rows = self._one_of(x) if isinstance(x, RowsTwice) else x
+        plain = rows.x if isinstance(rows, HalfNormed) else rows
+        if self._few_unactivated is not None and isinstance(plain, torch.Tensor) and len(plain) <= self.max_few_rows:
+            return self._few_unactivated(rows)  # type: ignore[arg-type]
+        return self._product(rows.normed() if isinstance(rows, HalfNormed) else rows)
 
     @property
     def group(self) -> int:
@@ -126,9 +129,6 @@ class Linear:
         `before`: weight of an RMSNorm of the product, before it is added. Without `before` the result is a HalfNormed
         for up to `max_few_rows` rows. Other results are quantized for the Linear that this one feeds.
         """
-        if self._is_adapted and self._reduce is None and before is None:
-            assert self.adapters is not None
-            self.adapters.add(self.adapters.plain(x), residual)  # first: one kernel may add the product and take norms
         if self._reduce is not None:
             if before is None and not self._next_group:
                 return self._reduce.add_norm(self(x), residual, norm, eps)
@@ -140,7 +140,11 @@ class Linear:
             product = self._kernels.rms_norm(product, before, eps)
         elif isinstance(x, torch.Tensor) and x.shape[0] <= self.max_few_rows:
             assert self._few_rows is not None
+            if self._is_adapted:  # first: one kernel adds the product, and takes the norm
+                self.adapters.run(x, lambda: residual, residual)  # type: ignore[union-attr]
             return self._few_rows.add_to(residual, x, norm, eps)
+        elif self._is_adapted:
+            product = self.adapters.run(x, lambda: self._multiply(x), residual)  # type: ignore[union-attr]
         else:
             product = self._multiply(x)
         return add_norm_for(self._next_group, self._is_read_plain, self._kernels, product, residual, norm, eps)
@@ -177,9 +181,15 @@ class Linear:
         self.row_order = order
         self.weight.copy_(self.weight[order])
 
-    def few_rows_product(self) -> FewRows | None:
+    def take_adapters(self, adapters: LinearAdapters) -> None:
+        """From now on add what adapters give. Call it after the end of loading."""
+        self.adapters = adapters
+        if self.activate is not None and self._few_rows is not None:
+            self._few_unactivated = self.few_rows_product(is_activated=False)
+
+    def few_rows_product(self, *, is_activated: bool = True) -> FewRows | None:
         """Make the kernels' product of few rows for this weight, bias and activation; None if the kernels have none."""
-        return self._make_few_rows(self.weight)
+        return self._make_few_rows(self.weight, is_activated)
 
     def gated_products(self, num_rows: int) -> Sequence[Product]:
         """Products for `num_rows` rows and more that include the activation."""
@@ -213,10 +223,10 @@ class Linear:
         """Those of the two that this product reads."""
         return rows.plain
 
-    def _make_few_rows(self, weight: Weight) -> FewRows | None:
+    def _make_few_rows(self, weight: Weight, is_activated: bool) -> FewRows | None:
         if self.activate is not None and not self._is_swiglu:
             return None
-        return self._kernels.few_rows(weight, self.bias, self._is_swiglu)
+        return self._kernels.few_rows(weight, self.bias, self._is_swiglu and is_activated)
 
     def _plain(self, x: Any) -> torch.Tensor:
         product = self._product(x)

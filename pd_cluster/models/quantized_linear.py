@@ -59,9 +59,9 @@ class QuantizedLinear(Linear):
         values = self._quantized.values.view(torch.uint8)
         values.copy_(values[order])
 
-    def few_rows_product(self) -> FewRows | None:
+    def few_rows_product(self, *, is_activated: bool = True) -> FewRows | None:
         """See Linear."""
-        return self._make_few_rows(self._quantized)
+        return self._make_few_rows(self._quantized, is_activated)
 
     def activated(self, x: Normed) -> Rows:
         """See Linear."""

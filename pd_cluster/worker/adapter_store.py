@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 
@@ -15,6 +15,10 @@ from pd_cluster.adapters.refused_modules import SERVED_KINDS
 from pd_cluster.adapters.tensor_table import MAX_HEADER_BYTES
 from pd_cluster.errors import BadAdapter, StartupError
 from pd_cluster.models.decoder import Decoder
+from pd_cluster.models.model_share import ModelShare
+from pd_cluster.models.registry import build_model
+from pd_cluster.models.shard import Shard
+from pd_kernels.backends import TORCH
 from pd_kernels.lora import RANK_STEP
 
 if TYPE_CHECKING:
@@ -22,6 +26,25 @@ if TYPE_CHECKING:
 
     from pd_cluster.config import LoraConfig
     from pd_cluster.models.model import Model
+    from pd_cluster.models.reduce import Reduce
+    from pd_cluster.models.spec import ModelSpec
+
+
+def slots_size(config: LoraConfig, spec: ModelSpec, tp: int) -> int:
+    """Numbers in the slots of one rank, before there is a model. Raises StartupError."""
+    if not config.lora_slots:
+        return 0
+    _check(spec)
+    share = ModelShare(Shard(0, tp), cast("Reduce", object()) if tp > 1 else None)  # which nothing calls
+    model = build_model(spec, TORCH, 1, torch.float32, torch.device("meta"), share)
+    return AdapterStore(model, config).slots.memory.numel()
+
+
+def _check(spec: ModelSpec) -> None:
+    try:
+        check_family(spec)
+    except BadAdapter as error:
+        raise StartupError(f"--lora-slots: {error}") from error
 
 
 class AdapterStore:
@@ -29,10 +52,7 @@ class AdapterStore:
 
     def __init__(self, model: Model, config: LoraConfig) -> None:
         """Take memory for the slots on the model's device. Raises StartupError."""
-        try:
-            check_family(model.spec)
-        except BadAdapter as error:
-            raise StartupError(f"--lora-slots: {error}") from error
+        _check(model.spec)
         assert isinstance(model, Decoder)
         parts = {name: part for name, part in model.parts.items() if part.kind in SERVED_KINDS}
         orders = {name: model.order_of(part) for name, part in parts.items()}

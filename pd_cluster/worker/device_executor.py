@@ -23,7 +23,6 @@ from __future__ import annotations
 import logging
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
 from math import inf
 from typing import TYPE_CHECKING, Self
 
@@ -32,7 +31,6 @@ import torch
 
 from pd_cluster.errors import InvalidRequest, StartupError
 from pd_cluster.scheduling.sequence_room import cache_tokens
-from pd_cluster.worker.adapter_reads import AdapterReads
 from pd_cluster.worker.adapter_store import AdapterStore
 from pd_cluster.worker.capacity import longest_sequence
 from pd_cluster.worker.cuda_graphs.graph_sizes import GraphSizes
@@ -348,9 +346,9 @@ class DeviceExecutor(DeviceState):
         return self._grammars.take_forced()
 
     def read_adapter(self, digest: str, path: str, done: Callable[[str, int], None]) -> None:
-        reads = AdapterReads(1) if self._ranks is None else self._ranks.link.reads
-        reads.expect(digest, done)
-        self._order_adapter(digest, path, partial(reads.take, digest))
+        if self._ranks is not None:
+            self._ranks.link.reads[digest] = done
+        self._order_adapter(digest, path, done)
 
     def drop_adapter(self, digest: str) -> None:
         self._order_adapter(digest, "", lambda error, num_bytes: None)

@@ -132,8 +132,8 @@ class Executor(Closes, Protocol):
     def read_adapter(self, digest: str, path: str, done: Callable[[str, int], None]) -> None:
         """Let each rank read an adapter from its files into host memory, on a thread. Only with --lora-slots.
 
-        `done` is called once, on any thread, when all have: with the first error, or "" and the most bytes of a rank.
-        After an error some ranks may have it: drop it.
+        `done` is called once for each rank, on any thread: with an error, or with "" and the bytes that the rank holds.
+        After an error of one the others may have it: drop it.
         """
 
     def drop_adapter(self, digest: str) -> None:

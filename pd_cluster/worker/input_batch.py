@@ -14,14 +14,13 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 import torch
 
-from pd_cluster.worker.adapter_rows import adapter_rows, fill_rows
 from pd_cluster.worker.block_tables import BlockTables
 from pd_cluster.worker.packed_decodes import PackedDecodes
 from pd_cluster.worker.sample_planner import SamplePlanner
 from pd_cluster.worker.sampling_state import SamplingInputs
 from pd_cluster.worker.step_inputs import Part, ReplayInputs, StepInputs, TailInputs, up_to
 from pd_cluster.worker.verification import tokens_before
-from pd_kernels.lora import NO_SLOT
+from pd_kernels.lora import NO_SLOT, AdapterRows, cut_tiles
 from pd_kernels.values import Ints, PackedSequences, leading_ones
 
 if TYPE_CHECKING:
@@ -140,7 +139,7 @@ class InputBatch:
             fresh_blocks=self._clear(rows, ends - lens, ends),
             tail=None if sampled is None else self._plan_tail(sampled, samples),
             states=None if self._states is None else self._states.plan(chunks, rows, lens, ends, self._move),
-            adapters=adapter_rows(self._slots[row_of_token], sampled, self._move) if self._adapted else None,
+            adapters=AdapterRows.of(self._slots[row_of_token], sampled, self._move) if self._adapted else None,
             samples=samples,
             early=early,
             late=late,
@@ -193,7 +192,8 @@ class InputBatch:
         if self._states is not None:
             self._states.fill(places.states, chunks, rows, positions)
         if places.adapters is not None:
-            fill_rows(places.adapters, self._slots[rows])
+            order, tiles = cut_tiles(self._slots[rows], step.size.num_seqs)
+            places.adapters[0][: len(order)], places.adapters[1][: len(tiles)] = order, tiles
         ends = starts + lens
         step.fill(places, chunks, samples, lens, ends)
         return self._replayed(samples, rows, lens, ends, places, draws)

@@ -20,7 +20,6 @@ import numpy as np
 import torch
 
 from pd_cluster.models.forward_inputs import ForwardInputs
-from pd_cluster.worker.adapter_rows import placed_rows
 from pd_cluster.worker.cuda_graphs.captured_step import CapturedStep, ReplayOutputs, make_captured_steps
 from pd_kernels.values import Draws
 
@@ -140,7 +139,7 @@ class StepGraphs:
         token_ids = rows.token_choices.index_select(0, places.tokens)
         plans, tail = step.plan(places, self._block_tables)
         if self._model.adapters is not None:
-            self._model.adapters.rows = None if places.adapters is None else placed_rows(places.adapters)
+            self._model.adapters.rows = step.adapters(places)
         inputs = ForwardInputs(
             token_ids, places.positions, places.slots.unbind(), plans, tail, states=step.states(places)
         )
