@@ -11,6 +11,7 @@ import pytest
 
 from pd_cluster.config import LoraConfig
 from pd_cluster.protocol.messages import EngineNews, EngineStats, KvStats, LoadAdapter, UnloadAdapter
+from pd_cluster.server.node import node_adapters
 from pd_connectors.protocol.adapters import ON_DEVICE, ON_FILE, AdapterRecord
 from pd_connectors.protocol.feed import NodeLoad
 from pd_connectors.protocol.ticket import ALL_NODES, ORDER_HEADER, NodeOrder, sign
@@ -135,7 +136,8 @@ async def test_a_decode_node_asks_a_prefill_node_for_the_adapter(tmp_path: Path)
         assert d.metric('pd_handoff_fallbacks_total{reason="peer_bad_answer"}') == 0
 
 
-async def test_a_name_that_is_known_is_replaced_only_in_place(tmp_path: Path) -> None:
+async def test_a_name_that_is_known_is_replaced_only_in_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node_adapters, "REPLACED_S", 0.0)
     written(tmp_path / "a")
     written(tmp_path / "b", "two")
     async with a_pair(tmp_path) as (router, p, d):
@@ -145,7 +147,7 @@ async def test_a_name_that_is_known_is_replaced_only_in_place(tmp_path: Path) ->
         assert (status, second["digest"] != first["digest"]) == (200, True)
         for node in (p, d):
             assert loads(node) == [first["digest"], second["digest"]]
-            assert UnloadAdapter(first["digest"]) in node.engine.sent
+            await until(lambda node=node: UnloadAdapter(first["digest"]) in node.engine.sent)  # type: ignore[misc]
             assert node.state.adapters.digest_of("tuned") == second["digest"]
 
 

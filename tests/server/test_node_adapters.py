@@ -294,3 +294,15 @@ async def test_metrics_name_adapters_up_to_a_bound(tmp_path: Path, monkeypatch: 
         release.set()
         assert (await asked)[0] == 200
         assert 'running_lora_adapters=""' in node.state.metrics.render().decode()
+
+
+async def test_a_request_that_found_the_adapter_before_a_replacement_is_served(tmp_path: Path) -> None:
+    """It is on its way to the engine when the name gets another one: the engine has not been told to unload yet."""
+    written(tmp_path / "a")
+    written(tmp_path / "b", "two")
+    async with a_node(tmp_path) as node:
+        first, second = await digest(node, tmp_path), await digest(node, tmp_path, "b")
+        await give(node, "hold", AdapterRecord("tuned", "a", first, 5))
+        await give(node, "hold", AdapterRecord("tuned", "b", second, 6))
+        assert UnloadAdapter(first) not in node.engine.sent
+        assert node.state.adapters.digest_of("tuned") == second

@@ -43,6 +43,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("pd_cluster.server")
 PENDING_S = 600.0  # more than a router's order takes to all nodes
+# After a name has another adapter: requests that found the one before are then at the engine, which lets them end
+REPLACED_S = 10.0
 ENGINE_DEADLINE_S = 130.0  # for every rank to read the files: READ_DEADLINE_S and some seconds
 TIERS = {"gpu": ON_DEVICE, "host": IN_HOST, "disk": ON_FILE}  # by the engine's word
 
@@ -231,7 +233,9 @@ class NodeAdapters:
             pending = self._pending.get(record.name)
             if pending is not None and pending[0].stamp <= record.stamp:
                 self.drop(pending[0])
-            if before is not None:
+            if before is not None and record.is_live:
+                asyncio.get_running_loop().call_later(REPLACED_S, self._let_go, before.digest)
+            elif before is not None:
                 self._let_go(before.digest)
             trim(self._records)
             self._levels = None
