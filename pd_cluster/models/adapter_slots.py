@@ -5,61 +5,24 @@ A slot is one run of memory, laid out by the adapter's own rank, so that an adap
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
 from pd_cluster.errors import StartupError
+from pd_cluster.models.linear_adapters import AdapterStep, LinearAdapters
 from pd_kernels.lora import FEW, RANK_STEP, AdapterMatrices, AdapterRows, tile_rows
-from pd_kernels.quantized import QuantizedRows, RowsTwice
-from pd_kernels.values import HalfNormed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-    from contextlib import AbstractContextManager
+    from collections.abc import Mapping, Sequence
 
-    from pd_cluster.models.linear import Linear, Normed
+    from pd_cluster.models.linear import Linear
     from pd_cluster.models.linear_part import LinearPart
     from pd_kernels.backends import Kernels
 
 
-@dataclass(frozen=True, slots=True)
-class LinearAdapters:
-    """What adapters add to one Linear."""
-
-    slots: AdapterSlots
-    kernels: Kernels
-    matrices: AdapterMatrices
-
-    def _plain(self, x: Normed) -> torch.Tensor | HalfNormed:
-        """Rows as the adapters read them: those that the weight reads."""
-        if isinstance(x, QuantizedRows):
-            return x.widened(self.matrices.memory.dtype)
-        return x.plain if isinstance(x, RowsTwice) else x
-
-    def run(self, x: Normed, product: Callable[[], torch.Tensor], target: torch.Tensor | None = None) -> torch.Tensor:
-        """`product`, and what the adapters of this step's rows give for `x` added to it.
-
-        `target` [T, out]: they are added to this instead, which the product does not touch.
-        """
-        plain, rows, kernels = self._plain(x), self.slots.rows, self.kernels
-        assert rows is not None
-        num_rows = len(plain.x if isinstance(plain, HalfNormed) else plain)
-        with self.slots.side(num_rows):
-            low = kernels.shrink(plain, self.matrices, rows)
-            if target is not None:
-                kernels.expand(low, target, self.matrices, rows)
-        found = product()
-        self.slots.join(num_rows)
-        if target is None:
-            kernels.expand(low, found, self.matrices, rows)
-        return found
-
-
-class AdapterSlots:
+class AdapterSlots(AdapterStep):
     """Memory for adapters beside a model of one rank."""
 
     def __init__(
@@ -73,8 +36,7 @@ class AdapterSlots:
         kernels: Kernels,
     ) -> None:
         """Give each Linear that has some of the `parts` its adapters. `linears`: by kind. Raises StartupError."""
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        self.rows: AdapterRows | None = None  # of the step that is launched; None: no row has an adapter
+        super().__init__(device)
         self.dtype, self.num_slots, self.max_rank = dtype, num_slots, -(-max_rank // RANK_STEP) * RANK_STEP
         self._parts: dict[tuple[str, int], list[LinearPart]] = {}  # by kind and index of the Linear
         for part in parts.values():
@@ -98,20 +60,6 @@ class AdapterSlots:
     def __str__(self) -> str:
         gigabytes = self.num_slots * self.size * self.max_rank * self.dtype.itemsize / 1e9
         return f"{self.num_slots} adapters of rank {self.max_rank}: {gigabytes:.2f} GB"
-
-    def side(self, num_rows: int) -> AbstractContextManager[object]:
-        """Work that runs beside what comes next, until `join`; before it where many rows fill the device.
-
-        It waits for all that came before, so the memory that it takes is free again when it takes it next time.
-        """
-        if self._stream is None or num_rows > FEW:
-            return nullcontext()
-        self._stream.wait_stream(torch.cuda.current_stream())
-        return torch.cuda.stream(self._stream)
-
-    def join(self, num_rows: int) -> None:
-        if self._stream is not None and num_rows <= FEW:
-            torch.cuda.current_stream().wait_stream(self._stream)
 
     def place(self, memory: torch.Tensor, rank: int, part: LinearPart) -> tuple[torch.Tensor, torch.Tensor]:
         """Where A [rank, in] and B [out, rank] of a part are in the memory of one slot with this rank."""

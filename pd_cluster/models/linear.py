@@ -17,7 +17,7 @@ from pd_kernels.values import HalfNormed
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from pd_cluster.models.adapter_slots import LinearAdapters
+    from pd_cluster.models.linear_adapters import LinearAdapters
     from pd_cluster.models.reduce import Reduce
     from pd_kernels.backends import FewRows, Kernels
     from pd_kernels.gemm_selection import From, Product
