@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 USAGE_ERROR = 2
 BENCHMARKS = {
+    "adapters": "decode, prefill and gaps of streams on a GPU with adapters (LoRA), beside none",
     "engine": "throughput of the engine on CPU beside transformers, in the same run",
     "drafts": "answers of a model with drafts by lookup and without, in turn: equality, acceptance, tokens a second",
     "recorded_answers": "drafts by lookup beside none, where random weights write recorded answers: tokens a second",

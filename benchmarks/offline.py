@@ -17,6 +17,7 @@ from pd_cluster.worker.cuda_graphs.graph_sizes import GraphSizes
 from pd_cluster.worker.device_executor import DeviceDescribed, DeviceExecutor, run_phases
 from pd_cluster.worker.ranks import Ranks
 from pd_connectors.base import ConnectorContext
+from pd_connectors.protocol.cache_space import cache_space
 from pd_connectors.registry import create_connector
 
 if TYPE_CHECKING:
@@ -98,8 +99,9 @@ class OfflineEngine:
         prompts: list[list[int]],
         samplings: list[SamplingParams],
         predictions: Sequence[tuple[int, ...]] | None = None,
+        adapters: Sequence[str] | None = None,
     ) -> Generated:
-        """`predictions`: of the answers, by their clients; None: there are none.
+        """`predictions`: of the answers, by their clients; `adapters`: their digests. None: there are none.
 
         Raises RuntimeError when a request is refused.
         """
@@ -109,10 +111,13 @@ class OfflineEngine:
         firsts, lasts = [0.0] * len(prompts), [0.0] * len(prompts)
         num_open = len(prompts)
         start_s = end_s = time.perf_counter()
-        for request_id, prompt, sampling, prediction in zip(
-            ids, prompts, samplings, predictions or [()] * len(prompts), strict=True
+        nothing = [""] * len(prompts)
+        for request_id, prompt, sampling, prediction, adapter in zip(
+            ids, prompts, samplings, predictions or [()] * len(prompts), adapters or nothing, strict=True
         ):
-            self.mailbox.inbox.append(AddRequest(request_id, prompt, sampling, prediction=prediction))
+            salt = cache_space(adapter, "")
+            added = AddRequest(request_id, prompt, sampling, prediction=prediction, adapter=adapter, salt=salt)
+            self.mailbox.inbox.append(added)
         while (has_turned := self.core.turn()) or num_open:
             if not has_turned:
                 self.mailbox.wait(0.0001)  # threads compile a grammar

@@ -73,6 +73,7 @@ class AnsweringEngine:
         self.news = NewsMirror()
         self.alive, self.frozen, self.num_freezes = True, "", 0
         self.on_freeze: Callable[[], None] = lambda: None
+        self.on_adapter: Callable[[Any], None] = lambda message: None
 
     def check_open(self) -> None:
         pass

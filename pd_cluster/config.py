@@ -132,6 +132,43 @@ class CacheConfig:
         return max(self.host_cache_gb, self.swap_gb)
 
 
+LORA_SLOTS = 8  # where adapters are given or may be loaded, and no number is
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoraConfig:
+    """Adapters beside the model. Without slots there are none, and they cost no memory, no graphs and no start time."""
+
+    lora: tuple[str, ...] = setting(
+        (),
+        "Adapters from the start: a name, which requests give as their model, and the directory that peft saved, or "
+        "its hub id.",
+        metavar="NAME=DIR",
+    )
+    lora_dir: str = setting(
+        "",
+        "Directory below which orders may load adapters (POST /v1/load_lora_adapter); every node needs one with the "
+        "same files. Default: such orders are refused.",
+        metavar="DIR",
+    )
+    lora_slots: int = setting(
+        0,
+        "Adapters on the device at once, on each rank, so as many as one step may use. Their memory is taken before "
+        "the cache is sized. 0: adapters are not served; 8 with --lora or --lora-dir.",
+        most=1024,
+    )
+    max_lora_rank: int = setting(
+        16, "The highest rank of an adapter: a slot has room for it in each layer.", least=1, most=256
+    )
+    lora_host_gb: float = setting(
+        4.0, "Host memory in GB, on each rank, for adapters that were read. Others are read again.", positive=True
+    )
+
+    def __post_init__(self) -> None:
+        if (self.lora or self.lora_dir) and not self.lora_slots:
+            object.__setattr__(self, "lora_slots", LORA_SLOTS)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
     """What one step may hold, and how steps follow each other.
@@ -325,6 +362,7 @@ class NodeConfig:
 
     model: ModelConfig = field(default_factory=ModelConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     handoff: HandoffConfig = field(default_factory=HandoffConfig)
     server: ServerConfig = field(default_factory=ServerConfig)

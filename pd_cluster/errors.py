@@ -1,6 +1,7 @@
 """Errors that a client or an operator can cause at a node. The router shares those of `pd_http.errors`.
 
 PdError
+├── BadAdapter                               400
 ├── CannotContinue                           409
 ├── TooManyChecks, Overloaded                429, 503
 ├── EngineUnavailable                        503
@@ -16,6 +17,8 @@ from __future__ import annotations
 
 from pd_http.errors import (
     ENGINE_DIED,
+    AdapterAbsent,
+    AdapterConflict,
     BodyTooLarge,
     InvalidRequest,
     ModelNotFound,
@@ -27,6 +30,9 @@ from pd_http.errors import (
 )
 
 __all__ = [
+    "AdapterAbsent",
+    "AdapterConflict",
+    "BadAdapter",
     "BodyTooLarge",
     "CannotContinue",
     "EngineFrozen",
@@ -49,6 +55,10 @@ __all__ = [
 
 class UnservedModel(StartupError):
     """The config is well-formed, and what it asks for is not served."""
+
+
+class BadAdapter(PdError, status=400, kind="invalid_request_error", code="bad_adapter"):
+    """The files of an adapter that cannot be served; the message names the file, setting or tensor, and why."""
 
 
 class Overloaded(PdError, status=503, kind="overloaded_error", code="overloaded"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pd_cluster.engine.client import RequestStream, is_terminal
 from pd_cluster.engine.core import EngineCore
@@ -41,6 +41,7 @@ class InLoopEngine:
         self.news = NewsMirror()
         self.alive, self.frozen, self.num_freezes = True, "", 0
         self.on_freeze: Callable[[], None] = lambda: None
+        self.on_adapter: Callable[[Any], None] = lambda message: None
         self.stats: EngineStats | None = None
         self.ready: EngineReady | None = EngineReady(
             engine_id="in-loop",

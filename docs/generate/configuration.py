@@ -143,6 +143,8 @@ COMMANDS: dict[str, tuple[str, ...]] = {
         "nodes reset-cache",
         "nodes start-profile",
         "nodes stop-profile",
+        "nodes load-adapter",
+        "nodes unload-adapter",
     ),
     "keys": ("keys new",),
     "pool": ("pool",),

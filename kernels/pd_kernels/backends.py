@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from pd_kernels import sampling, torch_experts, torch_ops, torch_quantized, torch_state
+from pd_kernels import lora, sampling, torch_experts, torch_ops, torch_quantized, torch_state
 from pd_kernels.logprobs import logprobs
 from pd_kernels.torch_biased_experts import TorchBiasedMix
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from pd_kernels.biased_experts import MakeBiasedMix
     from pd_kernels.gemm_selection import Product
+    from pd_kernels.lora import AdapterMatrices, AdapterRows
     from pd_kernels.quantized import QuantizedRows, QuantizedWeight, RowsTwice, Weight
     from pd_kernels.state import StateOps
     from pd_kernels.values import Draws, ExpertPart, HalfNormed, KeysValues, NewTokens, Routing
@@ -120,6 +121,8 @@ class Kernels:
     sigmoid_and_mul_quantized: Callable[[torch.Tensor, torch.Tensor, int], QuantizedRows]
     gated_norm_quantized: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float, int], QuantizedRows]
     quantized_product: Callable[[QuantizedRows, QuantizedWeight, torch.dtype], torch.Tensor]
+    shrink: Callable[[torch.Tensor | HalfNormed, AdapterMatrices, AdapterRows], torch.Tensor]
+    expand: Callable[[torch.Tensor, torch.Tensor, AdapterMatrices, AdapterRows], None]
     norm_rope_write: NormRopeWrite
     route: RouteTokens
     experts: MixExperts
@@ -166,6 +169,8 @@ TORCH = Kernels(
     sigmoid_and_mul_quantized=torch_quantized.sigmoid_and_mul_quantized,
     gated_norm_quantized=torch_state.gated_norm_quantized,
     quantized_product=torch_quantized.quantized_product,
+    shrink=lora.shrink,
+    expand=lora.expand,
     norm_rope_write=torch_ops.norm_rope_write,
     route=torch_experts.route,
     experts=torch_experts.experts,

@@ -70,6 +70,11 @@ class QuantizedRows:
     scales: torch.Tensor  # float32 [T, ceil(in / group)]
     group: int  # inputs that share a scale: 128, or all
 
+    def widened(self, dtype: torch.dtype) -> torch.Tensor:
+        """The numbers."""
+        scales = self.scales.repeat_interleave(self.group, 1)[:, : self.values.shape[1]]
+        return self.values.float().mul_(scales).to(dtype)
+
 
 @dataclass(frozen=True, slots=True)
 class RowsTwice:

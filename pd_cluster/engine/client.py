@@ -19,6 +19,8 @@ from pd_cluster.engine.step_timing import FROZEN_S
 from pd_cluster.errors import EngineFrozen, EngineLost, EngineUnavailable, PdError
 from pd_cluster.protocol.messages import (
     Abort,
+    AdapterLoaded,
+    AdapterUnloaded,
     AddRequest,
     EngineDied,
     EngineNews,
@@ -59,10 +61,12 @@ def is_terminal(message: RequestMessage) -> bool:
 class EngineClient(Protocol):
     """The interface of an engine for the HTTP side. `ZmqEngineClient` implements it.
 
-    `on_freeze`: called when `frozen` has changed, but for its death.
+    `on_freeze`: called when `frozen` has changed, but for its death. `on_adapter`: called with each answer to
+    LoadAdapter and UnloadAdapter.
     """
 
     on_freeze: Callable[[], None]
+    on_adapter: Callable[[AdapterLoaded | AdapterUnloaded], None]
 
     @property
     def ready(self) -> EngineReady | None: ...
@@ -190,6 +194,7 @@ class ZmqEngineClient:
         self._liveness: EngineLiveness | None = None  # None until the ready message
         self._frozen = ""
         self.on_freeze: Callable[[], None] = lambda: None
+        self.on_adapter: Callable[[AdapterLoaded | AdapterUnloaded], None] = lambda message: None
         self.num_freezes = 0
         self._is_ready = asyncio.Event()
         self.ready: EngineReady | None = None
@@ -311,6 +316,8 @@ class ZmqEngineClient:
                 self._is_ready.set()
             case StartupProgress():
                 self._on_progress(message.text)
+            case AdapterLoaded() | AdapterUnloaded():
+                self.on_adapter(message)
             case EngineDied():
                 self.declare_dead(message.message)
             case _:

@@ -20,13 +20,14 @@ import time
 from math import inf
 from typing import TYPE_CHECKING
 
-from pd_cluster.drafting.lookup_drafter import LookupDrafter
+from pd_cluster.engine.adapter_orders import AdapterOrders
 from pd_cluster.engine.admission import Admission, refusal
 from pd_cluster.engine.disk_tier import DiskTier
 from pd_cluster.engine.kv_transfers import KvTransfers
 from pd_cluster.engine.news_report import NewsReport
 from pd_cluster.engine.pipeline import Pipeline
 from pd_cluster.engine.replies import Replies
+from pd_cluster.engine.speculating import make_speculation
 from pd_cluster.engine.stats_report import StatsReport
 from pd_cluster.engine.step_timing import StepForecast
 from pd_cluster.errors import Overloaded, PdError, StartupError
@@ -34,6 +35,7 @@ from pd_cluster.protocol.messages import (
     HEARTBEAT_S,
     Abort,
     AddRequest,
+    LoadAdapter,
     PrefillLocally,
     ReleaseLease,
     ReportNews,
@@ -43,11 +45,12 @@ from pd_cluster.protocol.messages import (
     StartProfile,
     StopProfile,
     ToEngine,
+    UnloadAdapter,
     UseTicket,
     Work,
 )
+from pd_cluster.scheduling.adapter_places import AdapterPlaces
 from pd_cluster.scheduling.block_manager import BlockManager
-from pd_cluster.scheduling.drafts import Speculation
 from pd_cluster.scheduling.queue_order import Fifo, Shortest
 from pd_cluster.scheduling.scheduler import Scheduler
 from pd_cluster.scheduling.step_budget import StepBudget
@@ -55,7 +58,6 @@ from pd_cluster.scheduling.step_model import StepModel
 from pd_cluster.scheduling.stream_room import StreamRoom
 from pd_cluster.scheduling.targets import Targets
 from pd_cluster.scheduling.unready import UNREADY_DEADLINE_S
-from pd_connectors.protocol.layout import KVKind
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -105,6 +107,7 @@ class EngineCore:
         self._step_budget = StepBudget(self._targets, self._step_model, clock, lambda: self._pipeline.busy_s)
         self._room = StreamRoom(self._targets.tpot_s, config.scheduler.max_num_seqs, self._step_model, clock)
         self._set_role(config.server.role)
+        self._places = AdapterPlaces(config.lora.lora_slots)
         self._scheduler = self._make_scheduler(config, drafter)
         self._admission = Admission(
             self._blocks,
@@ -125,6 +128,7 @@ class EngineCore:
             self._disk, keeps_states=self._blocks.states is not None,
             may_give_up=config.handoff.on_load_failure in ("any", "local"),
         )  # fmt: skip
+        self._adapters = AdapterOrders(config.lora, self._places, executor, mailbox, self._fail_all)
         self._pipeline = self._make_pipeline(config)
         self._news = NewsReport(
             self._scheduler, self._blocks, self._pipeline, self._step_model, self._room, self._step_budget,
@@ -133,7 +137,7 @@ class EngineCore:
         self._requests: dict[str, Request] = {}
         self._stopping = False
         parts = self._scheduler, self._blocks, self._pipeline, self._transfers
-        self._stats = StatsReport(*parts, connector, self._disk, mailbox, clock)
+        self._stats = StatsReport(*parts, connector, self._disk, mailbox, clock, self._places)
         connector.set_waker(mailbox.wake)
 
     def _make_blocks(self, config: NodeConfig) -> BlockManager:
@@ -159,20 +163,6 @@ class EngineCore:
             self._allow_silence,
         )  # fmt: skip
 
-    def _speculation(self, config: NodeConfig, drafter: Drafter | None) -> Speculation | None:
-        if drafter is None and config.scheduler.speculation == "none":
-            return None
-        # A wrong draft would stay in a running state, and a stage from outside draws one token of a sequence in a step
-        is_state_kept = any(group.kind is KVKind.STATE for group in self._executor.layout.groups)
-        if is_state_kept or config.model.logits_stages:
-            logger.warning("nothing is drafted: %s", "the model keeps states" if is_state_kept else "--logits-stage")
-            return None
-        model = self._step_model
-        gap_s, forced = lambda: self._pipeline.gap_s, self._executor.take_forced
-        limits, is_captured = config.scheduler, config.scheduler.cuda_graphs and self._executor.model.device != "cpu"
-        most_rows = limits.most_captured_rows if is_captured else None
-        return Speculation(drafter or LookupDrafter(), model, gap_s, lambda: model.is_fitted, forced, most_rows)
-
     def _make_scheduler(self, config: NodeConfig, drafter: Drafter | None) -> Scheduler:
         model = self._executor.model
         return Scheduler(
@@ -184,7 +174,10 @@ class EngineCore:
             eos_token_ids=model.eos_token_ids,
             retract=self._connector.retract,
             clock=self._clock,
-            speculation=self._speculation(config, drafter),
+            speculation=make_speculation(
+                config, drafter, self._executor, self._step_model, lambda: self._pipeline.gap_s
+            ),
+            adapters=self._places,
         )
 
     def _set_role(self, role: str) -> None:
@@ -238,6 +231,7 @@ class EngineCore:
         for message in self._mailbox.receive():
             self._replies.tell()  # first: it may be about what has ended
             self._take(message)
+        self._adapters.turn()
         self._transfers.take_events()
         if self._disk is not None:
             self._disk.turn(pipeline.num_retired + len(pipeline), pipeline.num_retired)
@@ -272,7 +266,9 @@ class EngineCore:
         if unready := scheduler.unready:
             for seq_id in scheduler.note_ready(self._executor.ready(unready, self._mailbox.wake)):
                 self._fail(seq_id, Overloaded(LATE_MASK))
-        return scheduler.schedule()
+        batch = scheduler.schedule()
+        self._adapters.read_wanted()
+        return batch
 
     def _allow_silence(self, allowed_s: float) -> None:
         """Announce to the API process and to reading nodes that the step loop may not turn for `allowed_s`."""
@@ -342,6 +338,8 @@ class EngineCore:
                 self._blocks.forget_unused()
             case SetRole():
                 self._set_role(message.role)
+            case LoadAdapter() | UnloadAdapter():
+                self._adapters.take(message)
             case StartProfile():
                 self._pause_for(self._executor.start_profile)
             case StopProfile():
@@ -350,6 +348,7 @@ class EngineCore:
     def _add(self, message: AddRequest) -> None:
         self._news.num_taken += 1
         try:
+            self._adapters.check(message)
             request = self._admission.request(message)
             self._transfers.admit(request)
         except PdError as error:
@@ -379,6 +378,11 @@ class EngineCore:
         self._scheduler.abort(request)
         self._mailbox.send(refusal(request.message, error))
         self._forget(request)
+
+    def _fail_all(self, adapter: str, error: PdError) -> None:
+        """End the requests that have this adapter."""
+        for request in [one for one in self._requests.values() if one.message.adapter == adapter]:
+            self._fail(next(seq.seq_id for seq in request.sequences if seq.finish_reason is None), error)
 
     # ends
 

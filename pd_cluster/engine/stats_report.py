@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from pd_cluster.engine.kv_transfers import KvTransfers
     from pd_cluster.engine.mailbox import Mailbox
     from pd_cluster.engine.pipeline import Pipeline
+    from pd_cluster.scheduling.adapter_places import AdapterPlaces
     from pd_cluster.scheduling.batch import Batch
     from pd_cluster.scheduling.block_manager import BlockManager
     from pd_cluster.scheduling.scheduler import Scheduler
@@ -34,9 +35,11 @@ class StatsReport:
         disk: DiskTier | None,
         mailbox: Mailbox,
         clock: Callable[[], float],
+        adapters: AdapterPlaces,
     ) -> None:
         self._scheduler, self._blocks, self._pipeline, self._transfers = scheduler, blocks, pipeline, transfers
         self._connector, self._disk, self._mailbox, self._clock = connector, disk, mailbox, clock
+        self._adapters = adapters
         self.num_steps = self._num_tokens = 0
         self._last: EngineStats | None = None
         self._sent_s = -STATS_EVERY_S
@@ -85,4 +88,5 @@ class StatsReport:
             counters=counters,
             gauges=gauges,
             num_queued=scheduler.num_queued,
+            adapters=self._adapters.levels,
         )

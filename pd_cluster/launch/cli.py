@@ -38,6 +38,8 @@ _ORDERS = {
     "reset-cache": "Make all nodes forget cached prefixes that nothing uses.",
     "start-profile": "Make all nodes record what their engines do, for two minutes at most.",
     "stop-profile": "Make all nodes write these records to their --profile-dir.",
+    "load-adapter": "Give an adapter (LoRA) a name at all nodes; it is below their --lora-dir.",
+    "unload-adapter": "Make all nodes forget the name of an adapter; requests that run keep it.",
 }
 _EPILOG = """\
 one machine:       pd-cluster up
@@ -183,6 +185,12 @@ def _add_nodes(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         if action == "role":
             parser.add_argument("role", choices=tuple(_NODES), help="Its new role.")
             parser.add_argument("--force", action="store_true", help="Even if no node is left that decodes.")
+        if action.endswith("-adapter"):
+            parser.add_argument("name", metavar="NAME", help="The name that requests give as their model.")
+        if action == "load-adapter":
+            parser.add_argument("path", metavar="PATH", help="The adapter's directory, below --lora-dir of every node.")
+            parser.add_argument("--digest", default="", help="Of its files: nodes with others refuse.")
+            parser.add_argument("--in-place", action="store_true", help="In place of the name's present adapter.")
         if action == "drain":
             parser.add_argument(
                 "--wait-s", type=float, default=0.0, metavar="X",

@@ -68,6 +68,11 @@ class HttpServer:
         if not self._closing:
             await self._uvicorn.serve([self._listener])
 
+    async def load_adapters(self) -> None:
+        """Load those of the command line, once `up` is set. Raises StartupError."""
+        if self._state is not None:
+            await self._state.adapters.load_own()
+
     @property
     def is_busy(self) -> bool:
         """Whether a request is under way."""

@@ -13,19 +13,25 @@ from urllib.parse import quote, urlsplit
 import httpx
 
 from pd_cluster.errors import PdError, StartupError
+from pd_connectors.protocol.adapters import AdapterRecord
 from pd_connectors.protocol.keys import load_cluster_key
 from pd_connectors.protocol.ticket import ALL_NODES, NodeOrder, sign
-from pd_http.endpoints import NODE_ACTIONS
+from pd_http.endpoints import LOAD_PATH, NODE_ACTIONS, UNLOAD_PATH
 from pd_http.tls import TlsFiles
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable, Sequence
 
-Action: TypeAlias = Literal["add", "remove", "drain", "resume", "role", "reset_cache", "start_profile", "stop_profile"]
+Action: TypeAlias = Literal[
+    "add", "remove", "drain", "resume", "role", "reset_cache", "start_profile", "stop_profile",
+    "load_adapter", "unload_adapter",
+]  # fmt: skip
 Row: TypeAlias = dict[str, Any]  # a node as `GET /nodes` shows it
 
 CALL_S = 10.0  # deadline of a router's answer
+LOAD_S = 960.0  # of one about an adapter, which the router has three groups of nodes prepare
+_ADAPTERS = {"load_adapter": LOAD_PATH, "unload_adapter": UNLOAD_PATH}
 ORDER_LIFETIME_S = 30.0  # more than clocks differ; within it an order that was overheard can be sent again
 LOOK_EVERY_S = 0.5  # between two looks at a draining node
 _METHODS = {
@@ -66,10 +72,15 @@ class RouterOrders:
         reported: Row = self._call("POST", path, headers, "nodes")["nodes"]
         return reported
 
-    def _call(self, method: str, path: str, headers: dict[str, str], wanted: str) -> Row:
+    def about_adapter(self, action: Action, adapter: AdapterRecord, *, in_place: bool = False) -> Row:
+        """ "load_adapter" or "unload_adapter". Returns the router's answer, with the digest of what is loaded."""
+        order = NodeOrder(action, ALL_NODES, self._wall_clock() + ORDER_LIFETIME_S, is_forced=in_place, adapter=adapter)
+        return self._call("POST", _ADAPTERS[action], {"x-pd-order": sign(self._key, order)}, "digest", LOAD_S)
+
+    def _call(self, method: str, path: str, headers: dict[str, str], wanted: str, timeout_s: float = CALL_S) -> Row:
         """`wanted`: a field that a router's answer has, and that tells it from another server's."""
         try:
-            answer = self._client.request(method, path, headers=headers)
+            answer = self._client.request(method, path, headers=headers, timeout=timeout_s)
             reported: Row = answer.json()
         except (httpx.HTTPError, ValueError) as error:
             raise OrderRefused(f"no answer from a router on {self._client.base_url}: {error}") from error
@@ -116,6 +127,11 @@ def run_nodes(namespace: argparse.Namespace) -> int:
 def _carry_out(orders: RouterOrders, namespace: argparse.Namespace) -> int:
     if namespace.action == "list":
         _show(orders.list())
+        return 0
+    if namespace.action in _ADAPTERS:
+        adapter = AdapterRecord(namespace.name, getattr(namespace, "path", ""), getattr(namespace, "digest", ""))
+        told = orders.about_adapter(namespace.action, adapter, in_place=getattr(namespace, "in_place", False))
+        sys.stdout.write("".join(f"{node}: {what}\n" for node, what in told["nodes"].items()))
         return 0
     if namespace.action in NODE_ACTIONS.values():
         sys.stdout.write("".join(f"{node}\n" for node in orders.give_all(namespace.action)))

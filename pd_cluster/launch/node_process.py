@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 import uvloop
 import zmq.asyncio
 
+from pd_cluster.adapters.adapter_directory import named_directories
 from pd_cluster.engine.client import ZmqEngineClient
 from pd_cluster.errors import EngineUnavailable, StartupError
 from pd_cluster.launch.engine_process import end_of_engine, running_engine
@@ -90,7 +91,7 @@ def leave_out_torch() -> None:
 def complete(config: NodeConfig, port: int) -> NodeConfig:
     """`config` with the model resolved to a directory, and with port and node id. Raises StartupError."""
     model, server = config.model, config.server
-    path = resolve_model(model.model)
+    path, own = resolve_model(model.model), named_directories(config.lora.lora)
     refuse(model_problems(config, path))
     names = model.served_model_name or (served_name(model.model, path),)
     node_id = server.node_id or f"{server.role}-{server.host}-{port}"
@@ -98,8 +99,10 @@ def complete(config: NodeConfig, port: int) -> NodeConfig:
         raise StartupError(f"--node-id: 1 to {MAX_NAME_CHARS} printable characters of ASCII are needed")
     if max(map(len, names)) > MAX_NAME_CHARS:
         raise StartupError(f"--served-model-name: a name may have {MAX_NAME_CHARS} characters")
+    lora = replace(config.lora, lora=tuple(f"{name}={directory}" for name, directory in own.items()))
     return replace(
         config,
+        lora=lora,
         model=replace(model, model=str(path), served_model_name=names),
         server=replace(server, port=port, node_id=node_id),
     )
@@ -171,6 +174,7 @@ class NodeProcess:
         try:
             ready = await client.wait_ready(deadline_s)
             await server.up.wait()
+            await server.load_adapters()
         except EngineUnavailable:
             await asyncio.Event().wait()
             return

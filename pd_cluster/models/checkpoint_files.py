@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 _SHARD = re.compile(r"model-(\d+)-of-(\d+)\.safetensors")
 _MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
-_LFS_HEAD = b"version https://git-lfs.github.com/spec/"
+LFS_HEAD = b"version https://git-lfs.github.com/spec/"
 
 
 def weight_files(directory: Path) -> list[Path]:
@@ -79,7 +79,7 @@ def check_content(file: Path) -> None:
     """Raises StartupError for a file that cannot be read, or that only points to its content."""
     try:
         with file.open("rb") as stream:
-            is_pointer = stream.read(len(_LFS_HEAD)) == _LFS_HEAD
+            is_pointer = stream.read(len(LFS_HEAD)) == LFS_HEAD
     except OSError as error:
         raise StartupError(f"cannot read {file}: {error.strerror}") from error
     if is_pointer:

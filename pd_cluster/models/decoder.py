@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, ClassVar, Generic, Protocol, TypeVar
 import torch
 import torch.nn.functional as F
 
+from pd_cluster.models.adapter_slots import AdapterSlots
 from pd_cluster.models.head_norms import HeadNormsOverRanks
 from pd_cluster.models.linear_group import LinearGroup
 from pd_cluster.models.paged_attention import PagedAttention
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
     from pd_cluster.models.forward_inputs import ForwardInputs, Tail
     from pd_cluster.models.linear import Linear, Normed, Rows
+    from pd_cluster.models.linear_part import LinearPart
     from pd_cluster.models.mixer import LayerCache, Mixer
     from pd_cluster.models.model_share import ModelShare
     from pd_cluster.models.slot import Slot
@@ -98,6 +100,7 @@ class Decoder(ABC, Generic[FamilyLayer]):
             head = Cut(spec.vocab_size, self.head_ids)
             self._head = self._parameters.linear("head", {"lm_head": head}, spec.hidden_size)
         self._next_norms = [*(layer.input_norm for layer in self._layers[1:]), self._norm]
+        self.adapters: AdapterSlots | None = None
         for layer, following in zip(self._layers, [*self._layers[1:], None], strict=True):
             self._feed(layer, following.qkv if following else None)
 
@@ -105,6 +108,26 @@ class Decoder(ABC, Generic[FamilyLayer]):
     def slots(self) -> dict[str, Slot]:
         """See Model."""
         return self._parameters.slots
+
+    @property
+    def parts(self) -> Mapping[str, LinearPart]:
+        """The modules of the checkpoint that are parts of linears, by name."""
+        return self._parameters.parts
+
+    def linear_of(self, part: LinearPart) -> Linear:
+        """The Linear that has this part."""
+        return self._parameters.linears[part.kind][part.index]
+
+    def make_adapters(self, parts: Mapping[str, LinearPart], num_slots: int, max_rank: int) -> AdapterSlots:
+        """Give the linears of these parts slots for adapters. Raises StartupError."""
+        linears, kernels = self._parameters.linears, self._kernels
+        self.adapters = AdapterSlots(linears, parts, num_slots, max_rank, self.dtype, self.device, kernels)
+        return self.adapters
+
+    def order_of(self, part: LinearPart) -> torch.Tensor | None:
+        """The part's rows in the order of the loaded model, counted from its first one. None: they were not moved."""
+        order, end = self.linear_of(part).row_order, part.start + len(part.rows)
+        return None if order is None else order[part.start : end] - part.start
 
     @abstractmethod
     def _make_layer(self, name: str, index: int) -> FamilyLayer:
@@ -155,6 +178,8 @@ class Decoder(ABC, Generic[FamilyLayer]):
             attended = self._mix(layer, x, angles[layer.attention.group], inputs, caches[index], tail)
             if tail is not None:
                 residual = residual[tail.rows]
+                if self.adapters is not None and self.adapters.rows is not None:
+                    self.adapters.rows = self.adapters.rows.tail
                 if not len(residual):
                     return residual
             x = self._finish_layer(layer, residual, attended, next_norm)

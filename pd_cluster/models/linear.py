@@ -17,6 +17,7 @@ from pd_kernels.values import HalfNormed
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from pd_cluster.models.linear_adapters import LinearAdapters
     from pd_cluster.models.reduce import Reduce
     from pd_kernels.backends import FewRows, Kernels
     from pd_kernels.gemm_selection import From, Product
@@ -51,12 +52,16 @@ class Linear:
         self.bias = bias  # [out]
         self.activate = activate
         self.adds = adds and reduce is None  # a partial sum is reduced first, so it may not come in parts
+        self.row_order: torch.Tensor | None = None  # see `reorder`; None: that of the checkpoint
         self.max_few_rows = 0  # rows up to which `add_norm` is one kernel
+        self.adapters: LinearAdapters | None = None  # None: it takes none
         self._kernels = kernels
         self._reduce = reduce
         self._few_rows: FewRows | None = None
+        self._few_unactivated: FewRows | None = None  # for rows with adapters
         self._next_group = 0  # the group of the Linear that this one feeds
         self._is_read_plain = False  # what this one feeds is read plain, too
+        self._product: Callable[[Any], torch.Tensor] = self._matmul  # without the activation
         self._multiply: Callable[[Any], torch.Tensor] = self._plain  # quantized rows come to QuantizedLinears only
 
     def __call__(self, x: Normed) -> torch.Tensor:
@@ -64,6 +69,10 @@ class Linear:
 
         `x` may be the HalfNormed or the RowsTwice that `add_norm` of another Linear returned.
         """
+        return self._adapted(x) if self._is_adapted else self._base(x)
+
+    def _base(self, x: Normed) -> torch.Tensor:
+        """What the weight gives, for any adapters."""
         if isinstance(x, RowsTwice):
             x = self._one_of(x)
         rows = x.x if isinstance(x, HalfNormed) else x
@@ -71,6 +80,26 @@ class Linear:
             assert self._few_rows is not None
             return self._few_rows(x)  # type: ignore[arg-type]
         return self._multiply(x.normed() if isinstance(x, HalfNormed) else x)
+
+    @property
+    def _is_adapted(self) -> bool:
+        """Whether rows of this step have adapters here."""
+        return self.adapters is not None and self.adapters.slots.rows is not None
+
+    def _adapted(self, x: Normed) -> torch.Tensor:
+        """The result of a call with what adapters add, which comes before the activation."""
+        assert self.adapters is not None
+        if self.activate is None:
+            return self.adapters.run(x, lambda: self._base(x))
+        return self.activate(self.adapters.run(x, lambda: self._unactivated(x)))
+
+    def _unactivated(self, x: Normed) -> torch.Tensor:
+        """What the weight gives before the activation."""
+        rows = self._one_of(x) if isinstance(x, RowsTwice) else x
+        plain = rows.x if isinstance(rows, HalfNormed) else rows
+        if self._few_unactivated is not None and isinstance(plain, torch.Tensor) and len(plain) <= self.max_few_rows:
+            return self._few_unactivated(rows)  # type: ignore[arg-type]
+        return self._product(rows.normed() if isinstance(rows, HalfNormed) else rows)
 
     @property
     def group(self) -> int:
@@ -107,10 +136,15 @@ class Linear:
             if before is not None:
                 product = self._kernels.rms_norm(product, before, eps)
         elif before is not None:
-            product = self._kernels.rms_norm(self._multiply(x), before, eps)
+            product = self._adapted(x) if self._is_adapted else self._multiply(x)
+            product = self._kernels.rms_norm(product, before, eps)
         elif isinstance(x, torch.Tensor) and x.shape[0] <= self.max_few_rows:
             assert self._few_rows is not None
+            if self._is_adapted:  # first: one kernel adds the product, and takes the norm
+                self.adapters.run(x, lambda: residual, residual)  # type: ignore[union-attr]
             return self._few_rows.add_to(residual, x, norm, eps)
+        elif self._is_adapted:
+            product = self.adapters.run(x, lambda: self._multiply(x), residual)  # type: ignore[union-attr]
         else:
             product = self._multiply(x)
         return add_norm_for(self._next_group, self._is_read_plain, self._kernels, product, residual, norm, eps)
@@ -144,11 +178,18 @@ class Linear:
 
     def reorder(self, order: torch.Tensor) -> None:
         """Put row `order[i]` at i, before any product is made of the weight. The checkpoint has another order."""
+        self.row_order = order
         self.weight.copy_(self.weight[order])
 
-    def few_rows_product(self) -> FewRows | None:
+    def take_adapters(self, adapters: LinearAdapters) -> None:
+        """From now on add what adapters give. Call it after the end of loading."""
+        self.adapters = adapters
+        if self.activate is not None and self._few_rows is not None:
+            self._few_unactivated = self.few_rows_product(is_activated=False)
+
+    def few_rows_product(self, *, is_activated: bool = True) -> FewRows | None:
         """Make the kernels' product of few rows for this weight, bias and activation; None if the kernels have none."""
-        return self._make_few_rows(self.weight)
+        return self._make_few_rows(self.weight, is_activated)
 
     def gated_products(self, num_rows: int) -> Sequence[Product]:
         """Products for `num_rows` rows and more that include the activation."""
@@ -163,13 +204,13 @@ class Linear:
         if self.weight.device.type != "cpu" or not _packs(self.weight.dtype):
             return
         packed = torch.ops.mkldnn._reorder_linear_weight(self.weight)
-        bias, activate, multiply_packed = self.bias, self.activate, torch.ops.mkldnn._linear_pointwise
+        bias, multiply_packed = self.bias, torch.ops.mkldnn._linear_pointwise
 
         def multiply(x: torch.Tensor) -> torch.Tensor:
             product: torch.Tensor = multiply_packed(x, packed, bias, "none", [], "")
-            return product if activate is None else activate(product)
+            return product
 
-        self._multiply = multiply
+        self._product = multiply
         if not keep_weight:
             self.weight = self.weight.new_empty(0)
 
@@ -182,14 +223,17 @@ class Linear:
         """Those of the two that this product reads."""
         return rows.plain
 
-    def _make_few_rows(self, weight: Weight) -> FewRows | None:
+    def _make_few_rows(self, weight: Weight, is_activated: bool) -> FewRows | None:
         if self.activate is not None and not self._is_swiglu:
             return None
-        return self._kernels.few_rows(weight, self.bias, self._is_swiglu)
+        return self._kernels.few_rows(weight, self.bias, self._is_swiglu and is_activated)
 
-    def _plain(self, x: torch.Tensor) -> torch.Tensor:
-        product = F.linear(x, self.weight, self.bias)
+    def _plain(self, x: Any) -> torch.Tensor:
+        product = self._product(x)
         return product if self.activate is None else self.activate(product)
+
+    def _matmul(self, x: Any) -> torch.Tensor:
+        return F.linear(x, self.weight, self.bias)
 
 
 def add_norm_for(

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from pd_cluster.models.adapter_slots import AdapterSlots
     from pd_cluster.models.forward_inputs import ForwardInputs
     from pd_cluster.models.mixer import LayerCache
     from pd_cluster.models.model_share import ModelShare
@@ -34,6 +35,10 @@ class Model(Protocol):
 
     @property
     def device(self) -> torch.device: ...
+
+    @property
+    def adapters(self) -> AdapterSlots | None:
+        """None: the model has no room for adapters."""
 
     @property
     def slots(self) -> Mapping[str, Slot]:

@@ -26,10 +26,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 _TAKE = "take the model's repository that has config.json and safetensors"
-_ADAPTER = (
-    "is an adapter (LoRA), not a model: merge it into its base model (peft: merge_and_unload, then save_pretrained), "
-    "and give the result"
-)
+_ADAPTER = "is an adapter (LoRA), not a model: give its base model, and the adapter by --lora NAME=DIR"
 _PYTORCH = (
     "has weights in PyTorch's own form, which is not read because loading it may run code: convert it where you trust "
     "its origin, AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(NEW), and copy the tokenizer's files"

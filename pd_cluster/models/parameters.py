@@ -8,6 +8,7 @@ import torch
 
 from pd_cluster.errors import StartupError
 from pd_cluster.models.linear import Linear
+from pd_cluster.models.linear_part import LinearPart
 from pd_cluster.models.model_share import ModelShare
 from pd_cluster.models.quantization import BLOCKS_SUFFIX, SCALES_SUFFIX, QuantizationSpec, Scales
 from pd_cluster.models.quantized_linear import QuantizedLinear
@@ -54,6 +55,7 @@ class Parameters:
         """
         self.slots: dict[str, Slot] = {}  # by the name of the checkpoint's tensor
         self.linears: dict[str, list[Linear]] = {}  # by kind; those of one kind have one shape
+        self.parts: dict[str, LinearPart] = {}  # of the linears, by the name of the checkpoint's module
         self._to_widen: list[tuple[QuantizedWeight, range, torch.Tensor]] = []  # read, rows of it, to be filled
         self._kernels = kernels
         self._dtype, self._device = dtype, device
@@ -143,8 +145,9 @@ class Parameters:
         reduce = self._share.reduce if inputs.is_part else None
         has_bias = bias and (reduce is None or not self._share.shard.rank)
         offsets = self._empty(num_rows) if has_bias else None
-        start = 0
+        start, index = 0, len(self.linears.get(kind, ()))
         for name, cut in rows.items():
+            self.parts[name] = LinearPart(kind, index, start, cut, inputs)
             self._place(name, weight, start, cut.cuts if isinstance(cut, RowRuns) else (cut,), inputs)
             if bias:
                 assert isinstance(cut, Cut), "no model has a bias in runs"

@@ -55,16 +55,17 @@ class QuantizedLinear(Linear):
             self._quantized.scales.copy_(self._quantized.scales[order])
         elif (of_row // BLOCK != order // BLOCK).any():
             raise StartupError(f"rows that rotate in pairs lie in several quantized blocks of {BLOCK}, and cannot move")
+        self.row_order = order
         values = self._quantized.values.view(torch.uint8)
         values.copy_(values[order])
 
-    def few_rows_product(self) -> FewRows | None:
+    def few_rows_product(self, *, is_activated: bool = True) -> FewRows | None:
         """See Linear."""
-        return self._make_few_rows(self._quantized)
+        return self._make_few_rows(self._quantized, is_activated)
 
     def activated(self, x: Normed) -> Rows:
         """See Linear."""
-        if not (self._next_group and self._is_swiglu) or isinstance(x, HalfNormed):
+        if not (self._next_group and self._is_swiglu) or isinstance(x, HalfNormed) or self._is_adapted:
             return self(x)
         rows = self._one_of(x) if isinstance(x, RowsTwice) else x
         return self._kernels.silu_and_mul_quantized(self._product(rows), self._next_group)
@@ -73,11 +74,7 @@ class QuantizedLinear(Linear):
         """See Linear."""
         return rows.quantized if rows.quantized.group == self.group else rows.plain
 
-    def _plain(self, x: Rows) -> torch.Tensor:
-        product = self._product(x)
-        return product if self.activate is None else self.activate(product)
-
-    def _product(self, x: Rows) -> torch.Tensor:
+    def _matmul(self, x: Rows) -> torch.Tensor:
         rows = x if isinstance(x, QuantizedRows) else self._kernels.quantize(x, self.group)
         product = self._kernels.quantized_product(rows, self._quantized, self._dtype)
         if self.bias is not None:

@@ -35,7 +35,7 @@ class TransformersModel:
     def __init__(self, spec: ModelSpec, directory: Path | None, dtype: torch.dtype, device: torch.device) -> None:
         assert spec.modules is not None
         self.spec, self.head_ids = spec, range(spec.vocab_size)
-        self.dtype, self.device = dtype, device
+        self.dtype, self.device, self.adapters = dtype, device, None
         # A property of a frozen spec is computed at each read: with 64 layers 0.5 ms a step
         self._group_of = {window: group for group, window in enumerate(spec.group_windows)}
         # Under a device, transformers reads weights only with the package accelerate

@@ -1,9 +1,9 @@
 """Messages between the API process and the engine process (msgspec over ZMQ).
 
     API -> engine   AddRequest, UseTicket, PrefillLocally, Abort, ReleaseLease, ResetCache, StartProfile, StopProfile,
-                    ReportNews
+                    ReportNews, LoadAdapter, UnloadAdapter
     engine -> API   EngineReady, TicketOpened, PromptLogprobs, PromptRead, TokensOut, NeedsPrefill, RequestFailed,
-                    EngineStats, EngineNews, SilenceAllowed, EngineDied
+                    EngineStats, EngineNews, AdapterLoaded, AdapterUnloaded, SilenceAllowed, EngineDied
 
 Every AddRequest gets exactly one terminal reply: the TokensOut with `finished` true, a PromptRead, or a RequestFailed.
 An aborted request gets its reply too (finish reason "abort").
@@ -70,6 +70,7 @@ class AddRequest(msgspec.Struct, frozen=True, tag=True):
     drawn_seed: int = 0  # used if `sampling` has none; not part of it, because P draws another one for the same request
     outputs: PromptOutputs | None = None  # what is asked about the prompt
     prediction: tuple[int, ...] = ()  # tokens that the client expects: they may be drafts, and change no answer
+    adapter: str = ""  # digest of one that was loaded, else it is refused; "": the base. `salt` has it, too
 
     @property
     def max_output_tokens(self) -> int:
@@ -131,6 +132,25 @@ class StopProfile(msgspec.Struct, frozen=True, tag=True):
     directory: str
 
 
+class LoadAdapter(msgspec.Struct, frozen=True, tag=True):
+    """Read an adapter on every rank, from a directory that all of them see. Answered by AdapterLoaded.
+
+    Meanwhile streams go on. One that is loaded already is answered at once. One that is being unloaded is an error.
+    """
+
+    digest: str  # that the files must have
+    path: str
+
+
+class UnloadAdapter(msgspec.Struct, frozen=True, tag=True):
+    """Refuse new requests with this adapter from now on. Those that run or wait keep it.
+
+    Answered by AdapterUnloaded when the last of them has ended; at once if none has it, or it is unknown.
+    """
+
+    digest: str
+
+
 class ReportNews(msgspec.Struct, frozen=True, tag=True):
     """Send EngineNews from now on, or no more. Either way the names of all blocks are forgotten."""
 
@@ -149,6 +169,8 @@ ToEngine = (
     | StartProfile
     | StopProfile
     | ReportNews
+    | LoadAdapter
+    | UnloadAdapter
 )
 
 
@@ -314,6 +336,7 @@ class EngineStats(msgspec.Struct, frozen=True, tag=True):
     counters: dict[str, float]  # metric name without the `pd_` prefix -> total
     gauges: dict[str, float]
     num_queued: int = 0  # requests of which nothing has run yet: what `max_waiting` bounds
+    adapters: dict[str, str] = {}  # those that are loaded: digest -> gpu, host or disk, where the nearest copy is
 
 
 class EngineNews(msgspec.Struct, frozen=True, tag=True):
@@ -328,6 +351,19 @@ class EngineNews(msgspec.Struct, frozen=True, tag=True):
     stored: tuple[StoredBlock, ...] = ()
     serial: int = 0  # of the last ReportNews that the engine has taken: names of an older one are forgotten already
     moved: tuple[tuple[int, int], ...] = ()  # `StoredBlock.block`, and its tier from now on
+
+
+class AdapterLoaded(msgspec.Struct, frozen=True, tag=True):
+    """Every rank has read the adapter, and requests sent from now on may name it."""
+
+    digest: str
+    error: str = ""  # why not: nothing of it was kept
+
+
+class AdapterUnloaded(msgspec.Struct, frozen=True, tag=True):
+    """No request has the adapter any more, and it is forgotten."""
+
+    digest: str
 
 
 class SilenceAllowed(msgspec.Struct, frozen=True, tag=True):
@@ -360,6 +396,8 @@ FromEngine = (
     | RequestFailed
     | EngineStats
     | EngineNews
+    | AdapterLoaded
+    | AdapterUnloaded
     | SilenceAllowed
     | SignOfLife
     | EngineDied

@@ -41,6 +41,7 @@ class SequenceStart(msgspec.Struct, frozen=True):
     # n > 1 before the fork: seeds of all n first tokens; the row keeps the first
     num_sample_seeds: tuple[int, ...] = ()
     outputs: PromptOutputs | None = None  # what its chunks with `reads` find out about the prompt
+    adapter: int = -1  # the slot of its adapter until it departs; -1: it has none
 
 
 class StateStep(msgspec.Struct, frozen=True, gc=False, array_like=True):
@@ -117,6 +118,8 @@ class Batch:
         PublishSpec, ...
     ] = ()  # for send_after, at launch; no tokens yet: this step is the first of these leases' prompts
     publishes: tuple[PublishSpec, ...] = ()  # for send_after, once the step has retired
+    # (slot, digest): adapters that are copied beside this step, as `BlockCopies.load` is: later steps may use them
+    adapters: tuple[tuple[int, str], ...] = ()
     beam_steps: tuple[BeamStep, ...] = ()  # applied before departures; all read the rows as they were before the first
 
     @property
@@ -129,7 +132,7 @@ class Batch:
         copies = self.copies
         has_rows = self.chunks or self.departures or self.beam_steps
         before_forward = copies.swap_out or copies.swap_in or copies.copy_on_write
-        return bool(has_rows or before_forward or copies.save or copies.load)
+        return bool(has_rows or before_forward or copies.save or copies.load or self.adapters)
 
 
 @dataclass(frozen=True, slots=True)

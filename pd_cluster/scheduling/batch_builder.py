@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import TYPE_CHECKING
 
+from pd_cluster.scheduling.adapter_places import AdapterPlaces
 from pd_cluster.scheduling.batch import Batch, BeamStep, BlockCopies, NewBlocks, SequenceChunk, SequenceStart
 from pd_cluster.scheduling.prefill_budget import PrefillBudget
 from pd_cluster.scheduling.unready import Unready
@@ -40,6 +41,7 @@ class BatchBuilder:
     save: list[tuple[int, int, int]] = field(default_factory=list)
     load: list[tuple[int, int, int]] = field(default_factory=list)
     may_outlast: bool = False
+    adapters: AdapterPlaces = field(default_factory=AdapterPlaces)
     begun: list[PublishSpec] = field(default_factory=list)
     publishes: list[PublishSpec] = field(default_factory=list)
     preempted: bool = False
@@ -53,6 +55,7 @@ class BatchBuilder:
 
     def batch(self, departures: tuple[int, ...], beam_steps: tuple[BeamStep, ...], loads: list[LoadSpec]) -> Batch:
         """The finished batch, decodes first."""
+        adapters = self.adapters.take_fill()
         if self.starts:  # a sequence that entered last may have a decode
             self.chunks.sort(key=lambda chunk: chunk.num_tokens > 1)
         return Batch(
@@ -67,11 +70,12 @@ class BatchBuilder:
                 tuple(self.copy_on_write),
                 tuple(self.save),
                 tuple(self.load),
-                self.may_outlast,
+                self.may_outlast or bool(adapters),
             ),
             loads=tuple(loads),
             begun=tuple(self.begun),
             publishes=tuple(self.publishes),
+            adapters=adapters,
         )
 
     @property
@@ -145,6 +149,7 @@ class BatchBuilder:
                 seed=seq.seed,
                 num_sample_seeds=seeds,
                 outputs=request.message.outputs if seq.index == 0 else None,
+                adapter=self.adapters.slot(seq),
             )
         )
 

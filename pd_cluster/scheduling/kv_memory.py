@@ -166,12 +166,12 @@ class KvMemory:
 
     @property
     def refused(self) -> Sequence | None:
-        """The last waiting sequence that was refused blocks; None: it waits no more.
+        """The last waiting sequence that was refused blocks; None: it waits no more, or for its adapter.
 
         Until it asks again, no sequence or request with a worse claim gets blocks.
         """
-        seq = self._refused
-        return seq if seq is not None and seq in self._queues.waiting else None
+        seq, queues = self._refused, self._queues
+        return seq if seq is not None and seq in queues.waiting and queues.adapters.is_ready(seq) else None
 
     def num_missing(self, needs: list[int]) -> int:
         """The least units to free until each group can take so many blocks."""

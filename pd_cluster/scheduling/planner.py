@@ -90,8 +90,10 @@ class Planner:
             budget=config.max_num_batched_tokens,
             rows=config.max_num_seqs,
             unready=self._queues.unready,
+            adapters=self._queues.adapters,
         )
         self._next_step += 1
+        builder.adapters.begin(self._queues.running)
         self._yielding.even_out(builder)
         prefills = self._plan_decodes(builder)
         if prefills or self._queues.waiting:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from heapq import merge
 from typing import TYPE_CHECKING
 
+from pd_cluster.scheduling.adapter_places import AdapterPlaces
 from pd_cluster.scheduling.batch import BeamStep
 from pd_cluster.scheduling.ordered_queue import OrderedQueue
 from pd_cluster.scheduling.sequence import Request, Sequence, SequenceStatus
@@ -36,7 +37,7 @@ class Queues:
     - a sequence that leaves its queue while the worker has a row for it departs in the next batch, once.
     """
 
-    def __init__(self, max_num_seqs: int, turns: Turns) -> None:
+    def __init__(self, max_num_seqs: int, turns: Turns, adapters: AdapterPlaces | None = None) -> None:
         assert max_num_seqs > 0, "the configuration's capacity is not decided"
         self.max_num_seqs = max_num_seqs
         self._turns = turns
@@ -49,7 +50,7 @@ class Queues:
         self.reserving: OrderedQueue[Request] = OrderedQueue()
         self.sequences: dict[int, Sequence] = {}  # by id, until finished and untouched by any running step
         self.prefills: dict[str, Request] = {}  # PREFILL requests that have not finished, by lease id
-        self.unready = Unready()
+        self.unready, self.adapters = Unready(), adapters or AdapterPlaces()
         self.num_live = 0  # sequences that have not ended
         self.num_searches = 0  # beam searches
         self.num_context = 0  # known tokens of the live sequences of requests with `is_stream`
@@ -96,8 +97,11 @@ class Queues:
         )
 
     def in_turn(self) -> Iterator[Sequence]:
-        """The sequences that wait for a slot, in the order of their turns."""
-        return self._turns.in_turn(merge(tuple(self.loaded), tuple(self.waiting), key=lambda seq: seq.precedence))
+        """The sequences that wait for a slot and have their adapter, in the order of their turns."""
+        all_in_turn = self._turns.in_turn(
+            merge(tuple(self.loaded), tuple(self.waiting), key=lambda seq: seq.precedence)
+        )
+        return filter(self.adapters.admits, all_in_turn) if self.adapters.in_host else all_in_turn
 
     def take_departures(self) -> tuple[int, ...]:
         """Ids of the sequences that left the worker since the last call."""
@@ -118,6 +122,7 @@ class Queues:
     def join(self, request: Request) -> None:
         """Register a request that has its sequences. None of them is in a queue yet."""
         request.group = self._turns.join(request, request.message.group or request.request_id)
+        self.adapters.join(request)
         self.sequences.update((seq.seq_id, seq) for seq in request.sequences)
         self.num_live += request.num_live
         if request.is_stream:
@@ -137,6 +142,7 @@ class Queues:
 
     def leave(self, request: Request) -> None:
         """Remove a request that has ended. Its sequences stay registered until `forget`."""
+        self.adapters.leave(request)
         if request.lease_id is not None:
             self.prefills.pop(request.lease_id, None)
         self.num_searches -= request.beams is not None
@@ -183,7 +189,7 @@ class Queues:
 
     def enter(self, seq: Sequence) -> None:
         """Run a sequence that has its prompt's KV if a slot is free; otherwise let it wait for one."""
-        if self.num_free_slots > 0:
+        if self.num_free_slots > 0 and self.adapters.is_ready(seq):
             self.run(seq)
         else:
             self.add(seq)

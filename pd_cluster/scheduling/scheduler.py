@@ -49,6 +49,7 @@ if TYPE_CHECKING:
 
     from pd_cluster.config import SchedulerConfig
     from pd_cluster.protocol.sampling_params import SamplingParams
+    from pd_cluster.scheduling.adapter_places import AdapterPlaces
     from pd_cluster.scheduling.batch import Batch, StepResult
     from pd_cluster.scheduling.block_manager import BlockManager
     from pd_cluster.scheduling.drafts import Speculation
@@ -67,7 +68,7 @@ class Scheduler:
     `retract`: called with a lease before a preemption frees its blocks; takes their announcements back and
     returns the lease's new generation, or None if the lease has ended. `step_budget`: prompts' share of steps with
     decodes. `order`: of prompts that wait. `clock`: seconds. `speculation`: guesses what decodes draw next; None:
-    each draws one token a step.
+    each draws one token a step. `adapters`: None: there are none.
     """
 
     def __init__(
@@ -82,15 +83,13 @@ class Scheduler:
         order: QueueOrder,
         clock: Callable[[], float] = time.monotonic,
         speculation: Speculation | None = None,
+        adapters: AdapterPlaces | None = None,
     ) -> None:
-        self._max_waiting = config.max_waiting
-        self._blocks = blocks
-        self._max_model_len = max_model_len
-        self._eos_token_ids = eos_token_ids
-        self._clock = clock
+        self._max_waiting, self._blocks, self._clock = config.max_waiting, blocks, clock
+        self._max_model_len, self._eos_token_ids = max_model_len, eos_token_ids
         self._order = order
         self._turns = Turns()
-        self._queues = Queues(config.max_num_seqs, self._turns)
+        self._queues = Queues(config.max_num_seqs, self._turns, adapters)
         self._memory = KvMemory(blocks, self._queues, retract, clock, step_budget.model.prefill_s)
         self._load_memory = LoadMemory(blocks, self._queues, self._memory)
         self.lent = LentMemory(blocks, self._queues, self._memory, self._load_memory, clock)
@@ -159,8 +158,10 @@ class Scheduler:
     @property
     def counters(self) -> dict[str, float]:
         """Totals since boot, by metric name without prefix."""
-        own = {"prefix_cache_evicted_blocks_total": float(self._blocks.num_evicted)}
-        own["draws_sat_out_total"] = float(self._effects.num_sat_out)
+        own = {
+            "prefix_cache_evicted_blocks_total": float(self._blocks.num_evicted),
+            "draws_sat_out_total": float(self._effects.num_sat_out),
+        }
         drafted = {} if self._drafting is None else self._drafting.counters
         return self._memory.counters | self._blocks.host.counters | own | drafted
 

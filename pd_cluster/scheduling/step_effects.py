@@ -62,6 +62,7 @@ class StepEffects:
 
     def take(self, batch: Batch, result: StepResult) -> list[Update]:
         """Take a step's result: cache its computed blocks, append its sampled tokens, end the sequences that ended."""
+        self._queues.adapters.note_filled(batch.adapters)
         self.sit_out(result.absent)
         self.num_sat_out += len(result.absent)
         updates = self._life.take_entries(result.prompts) if result.prompts else []

@@ -15,6 +15,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
 
 from pd_cluster import __version__
+from pd_cluster.server.node.adapter_metrics import AdapterCollector
 from pd_cluster.server.node.caller import Caller
 from pd_cluster.server.node.feed_hub import ChargeMark
 from pd_cluster.server.node.request_id import MAX_REQUEST_ID_CHARS, is_request_id
@@ -75,6 +76,8 @@ def create_app(state: NodeState) -> FastAPI:
         exception_handlers=exception_handlers() | {ClientGone: _on_client_gone},
     )
     state.metrics.add_engine(lambda: state.engine.stats, partial(_node_info, state), lambda: state.engine.num_freezes)
+    if state.adapters.num_slots:
+        state.metrics.registry.register(AdapterCollector(state.adapters))
     app.add_middleware(RequestIdMiddleware)
     handlers = meta_handlers() | status_handlers() | order_handlers(state) | {"feed": feed}
     handlers |= {name: partial(_answer, name, work) for name, work in WORKS.items()}

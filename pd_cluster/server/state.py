@@ -9,12 +9,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pd_cluster.errors import EngineUnavailable, InvalidRequest, ModelNotFound, StartupError
+from pd_cluster.errors import AdapterAbsent, EngineUnavailable, InvalidRequest, ModelNotFound, StartupError
 from pd_cluster.models.model_task import SCORE, ModelTask, read_task
 from pd_cluster.scheduling.turns import crowd_limit
 from pd_cluster.server.grammar.grammar_checks import GrammarChecks
 from pd_cluster.server.node.feed_hub import FeedHub
 from pd_cluster.server.node.metrics import NodeMetrics
+from pd_cluster.server.node.node_adapters import NodeAdapters
 from pd_cluster.server.node.node_role import NodeRole
 from pd_cluster.server.node.read_window import ReadWindow
 from pd_cluster.server.node.stream_version import settings_digest, stream_version
@@ -56,6 +57,7 @@ class NodeState:
     read_window: ReadWindow = field(init=False)
     grammar_checks: GrammarChecks = field(init=False)
     role: NodeRole = field(init=False)
+    adapters: NodeAdapters = field(init=False)
     feed: FeedHub = field(init=False)
     metrics: NodeMetrics = field(default_factory=NodeMetrics)
     held: HeldBytes = field(init=False)
@@ -68,7 +70,8 @@ class NodeState:
 
     def __post_init__(self) -> None:
         self.role = NodeRole(self.config.server.role, self.engine.send)
-        self.feed = FeedHub(self.engine, self.role, self.tokenizer.chat_template.last_turn)
+        self.adapters = NodeAdapters(self.config.lora, self.engine, (*self.model_names, self.config.model.model))
+        self.feed = FeedHub(self.engine, self.role, self.adapters, self.tokenizer.chat_template.last_turn)
         self.grammar_checks = GrammarChecks(Path(self.config.model.model), self.tokenizer.vocab_size)
         self.read_window = ReadWindow(crowd_limit(self.config.scheduler.max_waiting) // 2)
         self.held = HeldBytes(self.config.http.max_held_bytes)
@@ -152,9 +155,18 @@ class NodeState:
                 code="unsupported_task",
             )
 
-    def check_model(self, name: str | None) -> None:
-        """Raises ModelNotFound. A request without a model gets the node's model."""
-        if name and name not in (*self.model_names, self.config.model.model):
+    def name_for(self, model: str | None) -> str:
+        """The name in the answer to a request for `model`."""
+        return model if model and self.adapters.digest_of(model) else self.model_name
+
+    def check_model(self, name: str | None, *, is_routed: bool = False) -> None:
+        """Raises ModelNotFound. A request without a model gets the node's model.
+
+        `is_routed`: a router has sent it here for that name, so the name was an adapter's. Raises AdapterAbsent.
+        """
+        if name and name not in (*self.model_names, self.config.model.model) and not self.adapters.digest_of(name):
+            if is_routed:
+                raise AdapterAbsent(f"this node has no adapter {name!r} now: another one may have it")
             raise ModelNotFound(f"the model `{name}` does not exist: this node serves `{self.model_name}`")
 
 

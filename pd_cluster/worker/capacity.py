@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from pd_cluster.errors import StartupError
 from pd_cluster.scheduling.sequence_room import STATE_SLOTS, decode_blocks
+from pd_cluster.worker.adapter_store import slots_size
 from pd_cluster.worker.cuda_graphs.graph_sizes import bucket_sizes
 from pd_cluster.worker.cuda_graphs.set_up import captured_bytes
 from pd_connectors.protocol.layout import BlockLayout, KVKind
@@ -82,15 +83,25 @@ def decide_capacity(config: NodeConfig, spec: ModelSpec, dtype_bytes: int, gpu_b
         return Capacity(seqs, budget, cache.gpu_memory_utilization, line)
     utilization = cache.gpu_memory_utilization or _utilization(cache.gpu_share, gpu_bytes)
     kv_bytes = 1 if config.model.kv_cache_dtype == "fp8" else dtype_bytes
+    own_bytes = gpu_bytes * utilization
+    adapter_bytes = slots_size(config.lora, spec, config.model.tp) * dtype_bytes
     memory = MemoryEstimate(
-        limits, spec, dtype_bytes, gpu_bytes * utilization, kv_bytes, config.model.tp, cache.block_size
-    )
-    filled = f"{memory.own_bytes / 1e9:.1f} of {gpu_bytes / 1e9:.1f} GB"
+        limits, spec, dtype_bytes, own_bytes - adapter_bytes, kv_bytes, config.model.tp, cache.block_size,
+        has_adapters=adapter_bytes > 0,
+    )  # fmt: skip
+    filled = f"{own_bytes / 1e9:.1f} of {gpu_bytes / 1e9:.1f} GB"
     if cache.gpu_share < 1 and not cache.gpu_memory_utilization:
         filled += f", its share is {cache.gpu_share:g}"
     if memory.room < 0:
         weights = f"the weights of {spec.architecture} take {memory.weight_bytes / 1e9:.1f} GB"
+        if adapter_bytes:
+            weights += f", and {config.lora.lora_slots} adapters {adapter_bytes / 1e9:.1f} GB"
         raise StartupError(f"{weights}; of the GPU's memory this node may fill {filled}")
+    if adapter_bytes and not memory.cache_tokens(1):
+        slots = f"--lora-slots {config.lora.lora_slots} of --max-lora-rank {config.lora.max_lora_rank}"
+        raise StartupError(
+            f"{slots} take {adapter_bytes / 1e9:.1f} GB, which leaves no KV cache: this node may fill {filled}"
+        )
     length = min(TOKENS_PER_SEQ, config.model.max_model_len or spec.max_len)
     seqs = given_seqs or memory.most_seqs(length)
     is_measured = not given_budget and spec.experts is not None and config.server.role == "prefill"
@@ -104,6 +115,7 @@ def decide_capacity(config: NodeConfig, spec: ModelSpec, dtype_bytes: int, gpu_b
         f"max_num_seqs {seqs} ({'given; ' if given_seqs else ''}{room})",
         f"max_num_batched_tokens {budget} ({'given' if given_budget else reason})",
         f"gpu_memory_utilization {utilization:.3g} ({'given; ' if cache.gpu_memory_utilization else ''}{filled})",
+        *([f"adapters {adapter_bytes / 1e9:.2f} GB"] if adapter_bytes else ()),
         *([f"KV of a sequence: {memory.held_line(length)}, {memory.held_line(longest)}"] if has_parts else ()),
     )
     return Capacity(seqs, budget, utilization, ", ".join(reasons), is_measured)
@@ -129,13 +141,13 @@ class MemoryEstimate:
 
     def __init__(
         self, limits: SchedulerConfig, spec: ModelSpec, dtype_bytes: int, own_bytes: float, kv_bytes: int, tp: int = 1,
-        block_size: int = 0,
+        block_size: int = 0, *, has_adapters: bool = False,
     ) -> None:  # fmt: skip
         """`own_bytes`: bytes of the GPU's memory that the node may fill; `kv_bytes`: of one cached number.
 
         `tp`: ranks that share the weights. The estimate is for one of them. `block_size`: 0: GPU_BLOCK_SIZE.
         """
-        self._limits = limits
+        self._limits, self._has_adapters = limits, has_adapters
         self._vocab_size, self._dtype_bytes = spec.vocab_size, dtype_bytes
         num_kv_heads = max(1, spec.num_kv_heads // tp)
         heads = spec.num_heads // tp + 2 * num_kv_heads
@@ -175,8 +187,9 @@ class MemoryEstimate:
             limits = replace(self._limits, max_num_seqs=seqs, max_num_batched_tokens=0)
             has_drafts = limits.speculation != "none"  # before a plan knows: at least what is taken
             graphs = captured_bytes(
-                limits, self._vocab_size * self._dtype_bytes, has_drafts=has_drafts, has_states=self._state_bytes > 0
-            )
+                limits, self._vocab_size * self._dtype_bytes, has_drafts=has_drafts, has_states=self._state_bytes > 0,
+                has_adapters=self._has_adapters,
+            )  # fmt: skip
         return max(0.0, self.room - self._step_bytes - sampling - graphs)
 
     def cache_tokens(self, seqs: int) -> int:

@@ -31,6 +31,7 @@ import torch
 
 from pd_cluster.errors import InvalidRequest, StartupError
 from pd_cluster.scheduling.sequence_room import cache_tokens
+from pd_cluster.worker.adapter_store import AdapterStore
 from pd_cluster.worker.capacity import longest_sequence
 from pd_cluster.worker.cuda_graphs.graph_sizes import GraphSizes
 from pd_cluster.worker.cuda_graphs.set_up import capture_steps, captured_bytes, captures_steps, choose_step_products
@@ -39,6 +40,7 @@ from pd_cluster.worker.host_link import measure_host_gb_s
 from pd_cluster.worker.kv_cache import DTYPES, KVCache, describe_slabs, host_units, make_slabs
 from pd_cluster.worker.memory_measurement import measure_free_bytes, run_largest_step
 from pd_cluster.worker.model_loading import load_model
+from pd_cluster.worker.rank_frames import AdapterFrame
 from pd_cluster.worker.state import DeviceState, Weights, without_locals
 from pd_cluster.worker.step_measurement import StepTimer, measure_sizes
 from pd_cluster.worker.warm_up import NUM_BLOCKS, run_first_steps, run_steps_of_all_kinds
@@ -100,6 +102,9 @@ class DeviceDescribed(DeviceState):
             self._weights.model = load_model(
                 plan.model, plan.config.model, plan.kernels, plan.device, plan.progress, plan.shard, plan.reduce
             )
+            if plan.config.lora.lora_slots:
+                self._weights.adapters = AdapterStore(self._weights.model, plan.config.lora)
+                plan.progress(f"--lora-slots: {self._weights.adapters.slots}")
         plan.progress(plan.model.ends)
         return self.left_for(DeviceLoaded(plan, self._weights))
 
@@ -124,7 +129,10 @@ class DeviceLoaded(DeviceState):
         if captures_steps(limits, plan.attentions, plan.device):
             row_bytes = plan.model.vocab_size * DTYPES[plan.model.dtype].itemsize
             has_drafts, has_states = plan.most_drafts > 0, plan.state_views is not None
-            free -= captured_bytes(limits, row_bytes, has_drafts=has_drafts, has_states=has_states)
+            free -= captured_bytes(
+                limits, row_bytes, has_drafts=has_drafts, has_states=has_states,
+                has_adapters=self._weights.adapters is not None,
+            )  # fmt: skip
         return max(0, int(free))
 
     def allocate(self, slabs: KvSlabs, num_host_blocks: int, num_later: int = 0) -> DeviceCached:
@@ -212,6 +220,8 @@ class DeviceCached(DeviceState):
         run_first_steps(runner, block_size, max_len)
         if plan.device.type == "cuda":
             run_steps_of_all_kinds(runner, max_len, plan.config.scheduler, plan.most_drafts)
+            if self._weights.adapters is not None:
+                self._weights.adapters.slots.run_all_kernels()
         for tensor in self._cache.tensors:
             tensor[:NUM_BLOCKS].zero_()
 
@@ -304,7 +314,8 @@ class DeviceExecutor(DeviceState):
             self._grammars.prepare(sampling.grammar)
 
     def launch(self, batch: Batch, deadline_s: float = inf) -> PendingStep:
-        graph, ranks = self._graph_sizes.choose(batch.chunks), self._ranks
+        ranks, has_adapters = self._ranks, self._runner.rows.has_adapters(batch)
+        graph = self._graph_sizes.choose(batch.chunks, has_adapters=has_adapters)
         if ranks is None:
             return self._runner.launch(batch, graph)
         pending = ranks.lead(self._runner.launch, batch, graph, deadline_s)
@@ -333,6 +344,28 @@ class DeviceExecutor(DeviceState):
 
     def take_forced(self) -> Sequence[ForcedTokens]:
         return self._grammars.take_forced()
+
+    def read_adapter(self, digest: str, path: str, done: Callable[[str, int], None]) -> None:
+        if self._ranks is not None:
+            self._ranks.link.reads[digest] = done
+        self._order_adapter(digest, path, done)
+
+    def drop_adapter(self, digest: str) -> None:
+        self._order_adapter(digest, "", lambda error, num_bytes: None)
+
+    def _order_adapter(self, digest: str, path: str, told: Callable[[str, int], None]) -> None:
+        if self._ranks is not None:
+            self._ranks.link.send(AdapterFrame(digest, path))
+        self.take_adapter(digest, path, told)
+
+    def take_adapter(self, digest: str, path: str, told: Callable[[str, int], None]) -> None:
+        """The part of `read_adapter` that every rank runs; without a path that of `drop_adapter`."""
+        store = self._weights.adapters
+        assert store is not None, "adapters are off"
+        if path:
+            store.begin(digest, path, told)
+        else:
+            store.drop(digest)
 
     def follow_late(self, absent: Collection[int]) -> None:
         """On a rank > 0: draw the late rows of the newest step. The steps before it must have been read."""

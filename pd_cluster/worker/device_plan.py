@@ -65,7 +65,7 @@ class DevicePlan:
 
     @property
     def most_drafts(self) -> int:
-        """Of a sequence in a step. 0: steps have none, see `EngineCore._speculation`."""
+        """Of a sequence in a step. 0: steps have none, see `make_speculation`."""
         limits = self.config.scheduler
         keeps_states = any(group.kind is KVKind.STATE for group in self.layout.groups)
         return 0 if limits.speculation == "none" or keeps_states or self.outside_stages else limits.max_drafts

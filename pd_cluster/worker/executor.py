@@ -129,6 +129,16 @@ class Executor(Closes, Protocol):
         The others wait for a late logits stage. `wake` is called once, on any thread, when that may have changed.
         """
 
+    def read_adapter(self, digest: str, path: str, done: Callable[[str, int], None]) -> None:
+        """Let each rank read an adapter from its files into host memory, on a thread. Only with --lora-slots.
+
+        `done` is called once for each rank, on any thread: with an error, or with "" and the bytes that the rank holds.
+        After an error of one the others may have it: drop it.
+        """
+
+    def drop_adapter(self, digest: str) -> None:
+        """Forget an adapter in the host memory of all ranks, after the steps that were launched."""
+
     def take_forced(self) -> Sequence[ForcedTokens]:
         """What grammars force, as far as it was found since the last call. Nothing is sought before the first one."""
 

@@ -20,6 +20,7 @@ from pd_cluster.worker.sample_planner import SamplePlanner
 from pd_cluster.worker.sampling_state import SamplingInputs
 from pd_cluster.worker.step_inputs import Part, ReplayInputs, StepInputs, TailInputs, up_to
 from pd_cluster.worker.verification import tokens_before
+from pd_kernels.lora import NO_SLOT, AdapterRows, cut_tiles
 from pd_kernels.values import Ints, PackedSequences, leading_ones
 
 if TYPE_CHECKING:
@@ -64,7 +65,8 @@ class InputBatch:
         self._move, self._host_buffer = host_buffer.move, host_buffer
         self._row_of: dict[int, int] = {}
         self._free = list(range(num_rows - 1, -1, -1))
-        self._serials = np.zeros(num_rows, np.int64)
+        self._serials, self._slots = np.zeros(num_rows, np.int64), np.full(num_rows, NO_SLOT)
+        self._adapted: set[int] = set()  # the sequences that have adapters
         self._samples = SamplePlanner(self._serials, sampling.num_logprobs, host_buffer.move)
         self.launched = self._samples.launched
         self._tokens = np.zeros((num_rows, max_len + 1), np.int32)
@@ -89,6 +91,7 @@ class InputBatch:
             self._step_beams(batch.beam_steps)
         for seq_id in batch.departures:
             self._free.append(self._row_of.pop(seq_id))
+            self._adapted.discard(seq_id)
         for start in batch.starts:
             self._start(start)
         for chunk in batch.chunks:
@@ -108,6 +111,12 @@ class InputBatch:
         """Free all rows."""
         self._free += self._row_of.values()
         self._row_of.clear()
+        self._adapted.clear()
+
+    def has_adapters(self, batch: Batch) -> bool:
+        """Whether some chunks of a batch, which was not applied, are of sequences with adapters."""
+        adapted = self._adapted.union(start.seq_id for start in batch.starts if start.adapter != NO_SLOT)
+        return bool(adapted) and any(chunk.seq_id in adapted for chunk in batch.chunks)
 
     def build(self, chunks: tuple[SequenceChunk, ...]) -> StepInputs:
         """Pack the chunks (at least one)."""
@@ -120,6 +129,7 @@ class InputBatch:
         places = query_starts[unread + 1] - 1 - (ends - known)[unread]
         samples = self._plan_samples(chunks, rows, known, has_drafts=known is not ends)
         early, late = self._split(samples)
+        sampled = None if samples.num_logits == len(positions) else self._sampled(chunks, samples, query_starts)
         return StepInputs(
             token_ids=token_ids,
             unread=(self._move(places), self._move(rows[unread])) if len(unread) else None,
@@ -127,8 +137,9 @@ class InputBatch:
             slot_mappings=tuple(slot_mappings),
             sequences=self._pack(rows, lens, ends, query_starts, self._tables.groups),
             fresh_blocks=self._clear(rows, ends - lens, ends),
-            tail=self._plan_tail(chunks, samples, query_starts),
+            tail=None if sampled is None else self._plan_tail(sampled, samples),
             states=None if self._states is None else self._states.plan(chunks, rows, lens, ends, self._move),
+            adapters=AdapterRows.of(self._slots[row_of_token], sampled, self._move) if self._adapted else None,
             samples=samples,
             early=early,
             late=late,
@@ -180,6 +191,9 @@ class InputBatch:
             places.slots[group, :num_tokens] = self._tables.slots(group, packed.row_of_token, positions)
         if self._states is not None:
             self._states.fill(places.states, chunks, rows, positions)
+        if places.adapters is not None:
+            order, tiles = cut_tiles(self._slots[rows], step.size.num_seqs)
+            places.adapters[0][: len(order)], places.adapters[1][: len(tiles)] = order, tiles
         ends = starts + lens
         step.fill(places, chunks, samples, lens, ends)
         return self._replayed(samples, rows, lens, ends, places, draws)
@@ -295,6 +309,9 @@ class InputBatch:
         self._tokens[row, :count] = start.token_ids
         self._num_tokens[row] = self._num_on_host[row] = count
         self._tables.start(row, start.tables)
+        self._slots[row] = start.adapter
+        if start.adapter != NO_SLOT:
+            self._adapted.add(start.seq_id)
         self._sampling.start(row, start)
 
     def _step_beams(self, steps: tuple[BeamStep, ...]) -> None:
@@ -387,10 +404,11 @@ class InputBatch:
         captured = self._sampling.capture(samples.draw_rows, samples.draw_positions, part.places, draws)
         return self.prepare_sampling(samples) if captured is None else captured
 
-    def _plan_tail(self, chunks: tuple[SequenceChunk, ...], samples: Samples, query_starts: Ints) -> TailInputs | None:
-        if samples.num_logits == query_starts[-1]:
-            return None  # something is drawn after every token
-        places = samples.with_logits(query_starts[1:][[chunk.num_samples > 0 for chunk in chunks]])
+    def _sampled(self, chunks: tuple[SequenceChunk, ...], samples: Samples, query_starts: Ints) -> Ints:
+        """The tokens after which something is drawn."""
+        return samples.with_logits(query_starts[1:][[chunk.num_samples > 0 for chunk in chunks]])
+
+    def _plan_tail(self, places: Ints, samples: Samples) -> TailInputs:
         rows, ends = samples.rows, samples.positions
         if samples.drafts:
             rows, ends = np.repeat(rows, samples.lens), up_to(ends + samples.lens, samples.lens)

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from pd_cluster.errors import PdError
     from pd_cluster.models.model import Model
     from pd_cluster.scheduling.batch import Batch, BlockCopies
+    from pd_cluster.worker.adapter_store import AdapterStore
     from pd_cluster.worker.device_plan import DevicePlan
     from pd_cluster.worker.draw_places import CapturedDraw
     from pd_cluster.worker.input_batch import Staged
@@ -53,8 +54,11 @@ class Deferred(NamedTuple):
 class ModelRunner:
     """Runs batches in the order of `launch`. Not thread-safe."""
 
-    def __init__(self, plan: DevicePlan, model: Model, cache: KVCache, max_len: int) -> None:
+    def __init__(
+        self, plan: DevicePlan, model: Model, cache: KVCache, max_len: int, adapters: AdapterStore | None = None
+    ) -> None:
         """There are no rows and graphs yet. `max_len`: tokens of a sequence, prompt and output."""
+        self._adapters = adapters
         limits, spec, vocab_size = plan.config.scheduler, model.spec, model.spec.vocab_size
         kernels, device, place = plan.kernels, plan.device, plan.place
         self._model, self.cache, self.kernels, self._attentions = model, cache, kernels, plan.attentions
@@ -114,20 +118,23 @@ class ModelRunner:
         self._prompts.apply(batch)
         if announce is not None:
             announce(self.rows.staged(batch.starts))
-        self._run_copies(batch.copies)
+        self._run_copies(batch.copies, batch.adapters)
         if not batch.chunks:
             return self._launched(self._begun(batch))
         pending = self._compute(batch) if graph is None else self._replay(batch, graph)
         self._side.issue()  # if late rows wait, the step's end may be far
         return pending
 
-    def _run_copies(self, copies: BlockCopies) -> None:
+    def _run_copies(self, copies: BlockCopies, adapters: tuple[tuple[int, str], ...]) -> None:
         self._side.join()
         self.cache.run_copies(copies, self.kernels)
-        if copies.save or copies.load:
-            self._side.begin(
-                lambda: self.cache.load(copies.load, self.kernels), lambda: self.cache.save(copies.save, self.kernels)
-            )
+        if copies.save or copies.load or adapters:
+            self._side.begin(lambda: self._load(copies, adapters), lambda: self.cache.save(copies.save, self.kernels))
+
+    def _load(self, copies: BlockCopies, adapters: tuple[tuple[int, str], ...]) -> None:
+        self.cache.load(copies.load, self.kernels)
+        if self._adapters is not None:
+            self._adapters.fill(adapters)
 
     def draw_late(self) -> float:
         """Draw the late rows of the newest step, if they wait, after the draw of its other rows. -> seconds waited.
@@ -190,6 +197,8 @@ class ModelRunner:
 
     def _forward_inputs(self, inputs: StepInputs, tail: Tail | None) -> ForwardInputs:
         packed = inputs.sequences
+        if self._model.adapters is not None:
+            self._model.adapters.rows = inputs.adapters
         plans = [attention.plan(own) for attention, own in zip(self._attentions, packed, strict=True)]
         return ForwardInputs(
             inputs.token_ids, inputs.positions, inputs.slot_mappings, plans, tail, packed, inputs.states

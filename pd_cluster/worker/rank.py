@@ -16,6 +16,7 @@ import signal
 import sys
 import threading
 from collections import deque
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -26,6 +27,8 @@ from pd_cluster.errors import PdError
 from pd_cluster.models.shard import Shard
 from pd_cluster.worker.rank_frames import (
     HEARTBEAT_S,
+    AdapterFrame,
+    AdapterRead,
     CloseFrame,
     DrawLate,
     Heartbeat,
@@ -123,6 +126,8 @@ class RankProcess:
                     self._launch(frame)
                 case DrawLate(absent):
                     self._draw_late(absent)
+                case AdapterFrame(digest, path):
+                    self._state.take_adapter(digest, path, partial(self._tell_read, digest))
                 case PortMessage(message=message):
                     self._port.deliver(message)
                 case PhaseFrame(name, arguments):
@@ -231,6 +236,9 @@ class RankProcess:
             logger.exception("a step failed")
             self.fail(error)
             os._exit(1)
+
+    def _tell_read(self, digest: str, error: str, num_bytes: int) -> None:
+        self._sockets.report(AdapterRead(self._start.rank, digest, error, num_bytes))
 
     def _beat(self) -> None:
         waits = threading.Event()

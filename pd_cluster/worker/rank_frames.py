@@ -1,8 +1,8 @@
 """What rank 0 of a tensor-parallel engine and its other ranks say to each other (MessagePack, one struct per kind).
 
-rank 0 -> rank r, in one order    PhaseFrame, StepFrame, DrawLate, PortMessage, CloseFrame
+rank 0 -> rank r, in one order    PhaseFrame, StepFrame, DrawLate, AdapterFrame, PortMessage, CloseFrame
 rank r -> rank 0, answers         PhaseDone, StepRetired: the step loop reads them
-rank r -> rank 0, news            Heartbeat, PortMessage, RankFailed: the thread that watches the ranks reads them
+rank r -> rank 0, news            Heartbeat, AdapterRead, PortMessage, RankFailed: a thread that watches reads them
 """
 
 from __future__ import annotations
@@ -52,22 +52,31 @@ class StepFrame(msgspec.Struct, frozen=True, tag=True):
     changed: tuple[int, ...]
     late: tuple[int, ...]
     beam_steps: tuple[BeamStep, ...]
+    adapters: tuple[tuple[int, str], ...] = ()
 
     @classmethod
     def of(cls, batch: Batch, graph: StepSize | None, changed: tuple[int, ...], late: tuple[int, ...]) -> StepFrame:
         rows = (batch.starts, batch.chunks, batch.departures, batch.copies)
-        return cls(batch.step, *rows, graph, changed, late, batch.beam_steps)
+        return cls(batch.step, *rows, graph, changed, late, batch.beam_steps, batch.adapters)
 
     @property
     def batch(self) -> Batch:
         """The step, without what only the engine's connector does."""
-        return Batch(self.step, self.starts, self.chunks, self.departures, self.copies, beam_steps=self.beam_steps)
+        rows = (self.starts, self.chunks, self.departures, self.copies)
+        return Batch(self.step, *rows, adapters=self.adapters, beam_steps=self.beam_steps)
 
 
 class DrawLate(msgspec.Struct, frozen=True, tag=True):
     """Draw the late rows of the newest step, except those of the sequences `absent`."""
 
     absent: tuple[int, ...]
+
+
+class AdapterFrame(msgspec.Struct, frozen=True, tag=True):
+    """Read an adapter on a thread, then answer with AdapterRead. Without a path: drop it from host memory."""
+
+    digest: str
+    path: str = ""
 
 
 class CloseFrame(msgspec.Struct, frozen=True, tag=True):
@@ -105,6 +114,15 @@ class Heartbeat(msgspec.Struct, frozen=True, tag=True):
     retired: int
 
 
+class AdapterRead(msgspec.Struct, frozen=True, tag=True):
+    """The rank has read an adapter: so many bytes, or none because of an error."""
+
+    rank: int
+    digest: str
+    error: str
+    num_bytes: int
+
+
 class RankFailed(msgspec.Struct, frozen=True, tag=True):
     """The rank cannot go on and ends. `kind`: the name of a class of `pd_cluster.errors`."""
 
@@ -113,8 +131,8 @@ class RankFailed(msgspec.Struct, frozen=True, tag=True):
     message: str
 
 
-ToRank = PhaseFrame | StepFrame | DrawLate | PortMessage | CloseFrame
+ToRank = PhaseFrame | StepFrame | DrawLate | AdapterFrame | PortMessage | CloseFrame
 RankAnswer = PhaseDone | StepRetired
-RankNews = Heartbeat | PortMessage | RankFailed
+RankNews = Heartbeat | AdapterRead | PortMessage | RankFailed
 
 HEARTBEAT_S = 0.5

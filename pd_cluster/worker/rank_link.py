@@ -23,6 +23,7 @@ import zmq
 
 from pd_cluster.errors import PdError, error_named
 from pd_cluster.worker.rank_frames import (
+    AdapterRead,
     CloseFrame,
     Heartbeat,
     PhaseDone,
@@ -79,6 +80,7 @@ class RankLink:
         self._num_taken = 0
         self._host_blocks = dict.fromkeys(self._ranks, 0)  # that each rank's last retired step told of
         self.ports = tuple(LinkPort(rank, self._send_message) for rank in self._ranks)
+        self.reads: dict[str, Callable[[str, int], None]] = {}  # called when a rank has read the adapter
         self.lost: PdError | None = None
         # The watching thread's
         self._clock = PatientClock(time.monotonic, patience_s=LOOK_S)
@@ -260,6 +262,8 @@ class RankLink:
             match message:
                 case Heartbeat():
                     self._beats[message.rank] = message
+                case AdapterRead(rank, digest, error, num_bytes):
+                    self.reads[digest](error and f"rank {rank}: {error}", num_bytes)
                 case PortMessage():
                     self.ports[message.rank - 1].deliver(message.message)
                 case RankFailed():

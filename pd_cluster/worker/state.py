@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from pd_cluster.models.model import Model
+    from pd_cluster.worker.adapter_store import AdapterStore
     from pd_cluster.worker.device_plan import DevicePlan
     from pd_cluster.worker.kv_cache import KVCache
 
@@ -30,6 +31,7 @@ class Weights:
 
     model: Model = field(init=False)
     owned: ExitStack = field(default_factory=ExitStack)
+    adapters: AdapterStore | None = None  # None: --lora-slots 0
     has_products: bool = False  # they are chosen by measurement once, beside the first cache
 
 
@@ -107,7 +109,7 @@ class DeviceState:
         return state
 
     def _make_runner(self, cache: KVCache, max_len: int) -> ModelRunner:
-        return ModelRunner(self._plan, self._weights.model, cache, max_len)
+        return ModelRunner(self._plan, self._weights.model, cache, max_len, self._weights.adapters)
 
     def _synchronize(self) -> None:
         if self._plan.device.type == "cuda":

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from pd_cluster.worker.draw_places import CapturedDraw
     from pd_cluster.worker.sampling_state import SamplingInputs
+    from pd_kernels.lora import AdapterRows
     from pd_kernels.state import StatePlan
     from pd_kernels.values import Ints, PackedSequences
 
@@ -41,6 +42,7 @@ class StepInputs:
     fresh_blocks: tuple[torch.Tensor | None, ...]  # int64, by KV group: blocks that this step begins and does not fill
     tail: TailInputs | None  # None: all tokens sample, in order
     states: StatePlan | None  # None: the model has none
+    adapters: AdapterRows | None  # None: no row has one
     samples: Samples
     early: Part | None  # the samples that can be drawn at launch
     late: Part | None  # those of rows with late stages, which can be when all of their tokens are on the host

@@ -9,6 +9,7 @@ from pd_http.dialects import COUNT_TOKENS, MESSAGES, RESPONSES
 
 FEED_PATH = "/pd/feed"
 ROLE_PATH = "/pd/role"
+LOAD_PATH, UNLOAD_PATH = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 
 
 class Kind(Enum):
@@ -18,6 +19,7 @@ class Kind(Enum):
     READ = auto()  # one node reads the prompts; nothing is generated
     META = auto()  # any node answers for all
     ORDER = auto()  # each node obeys; the name is that of the order's action
+    ADAPTER = auto()  # all nodes obey, or none
     OWN = auto()  # routers and nodes answer about themselves
     NODE = auto()  # nodes alone
     ROUTER = auto()  # routers alone
@@ -55,7 +57,7 @@ ENDPOINTS = (
     Endpoint("POST", "/v1/rerank", "rerank", Kind.READ, "Order documents by a query"),
     Endpoint("POST", "/rerank", "rerank", Kind.READ, "Order documents by a query"),
     Endpoint("POST", "/v2/rerank", "rerank", Kind.READ, "Order documents by a query"),
-    Endpoint("GET", "/v1/models", "models", Kind.META, "List the model"),
+    Endpoint("GET", "/v1/models", "models", Kind.META, "List the model and its adapters"),
     Endpoint("GET", "/v1/models/{name:path}", "model", Kind.META, "Describe the model"),
     Endpoint("POST", "/tokenize", "tokenize", Kind.META, "Token ids of a prompt or of messages"),
     Endpoint("POST", "/detokenize", "detokenize", Kind.META, "Text of token ids"),
@@ -73,6 +75,8 @@ ENDPOINTS = (
     Endpoint("POST", "/flush_cache", "reset_cache", Kind.ORDER, "As /reset_prefix_cache", signed=True),
     Endpoint("POST", "/start_profile", "start_profile", Kind.ORDER, "Record what the engine does", signed=True),
     Endpoint("POST", "/stop_profile", "stop_profile", Kind.ORDER, "Write that record to `--profile-dir`", signed=True),
+    Endpoint("POST", LOAD_PATH, "load_adapter", Kind.ADAPTER, "Give an adapter a name", signed=True),
+    Endpoint("POST", UNLOAD_PATH, "unload_adapter", Kind.ADAPTER, "Forget the name of an adapter", signed=True),
     Endpoint("GET", "/kv", "kv", Kind.NODE, "State of the KV cache"),
     Endpoint("GET", FEED_PATH, "feed", Kind.NODE, "Load and cached prefixes, as they change, for routers", signed=True),
     Endpoint("GET", "/metrics", "metrics", Kind.OWN, "Prometheus metrics"),

@@ -3,6 +3,7 @@
 PdError                                      500
 ├── InvalidRequest, OrderVersion             400, 409
 ├── NotAuthorized, ModelNotFound             401, 404
+├── AdapterAbsent, AdapterConflict           409
 ├── BodyTooLarge, UnreadCoding               413, 415
 ├── BodiesWait, NoRoom                       503, for now
 ├── NodesDied                                500, never again
@@ -58,6 +59,18 @@ class InvalidRequest(PdError, status=400, kind="invalid_request_error", code="in
 
 class ModelNotFound(PdError, status=404, kind="invalid_request_error", code="model_not_found"):
     """The requested model is not served here."""
+
+
+class AdapterAbsent(PdError, status=409, kind="invalid_request_error", code="adapter_absent"):
+    """This node does not serve the name that a router sent it: another node may."""
+
+
+# Of a node to which a router has sent a name that the node told it: it has another set of adapters now
+ABSENT_CODES = frozenset({AdapterAbsent.code, ModelNotFound.code})
+
+
+class AdapterConflict(PdError, status=409, kind="invalid_request_error", code="adapter_conflict"):
+    """Another order about the same adapter was first."""
 
 
 class BodyTooLarge(PdError, status=413, kind="invalid_request_error", code="body_too_large"):

@@ -16,6 +16,7 @@ from pd_http.held_bytes import HeldBytes
 from pd_router.admission.key_admission import KeyAdmission
 from pd_router.admission.key_file import KeyFile
 from pd_router.calls import headers as rules
+from pd_router.edge.cluster_adapters import ADAPTERS, ClusterAdapters
 from pd_router.edge.cluster_orders import ClusterOrders
 from pd_router.edge.control import Control, Relay
 from pd_router.edge.dashboard import Dashboard
@@ -38,6 +39,7 @@ from pd_router.requests.background import Background
 from pd_router.requests.services import Services
 from pd_router.sources.discovery import Discovery
 from pd_router.sources.posted import PostedNodes
+from pd_router.watch.adapter_keeper import AdapterKeeper
 from pd_router.watch.feed_follower import FeedFollower
 from pd_router.watch.health import HealthPoller
 
@@ -75,19 +77,25 @@ def create_app(
     table, upstream, metrics = services.table, services.upstream, services.metrics
     poller = HealthPoller(config, table, upstream)
     feeds = FeedFollower(table, upstream, metrics, key, wall_clock)
+    adapters = AdapterKeeper(table, upstream, key, wall_clock)
     discovery = Discovery(sources, table)
     metrics.export_sources(discovery.followed)
     posted = PostedNodes(table, key, wall_clock)
     posted.known = discovery.known
-    lifespan = Lifespan(services, discovery, posted, poller, feeds, keys, worker, restart_state, ports)
+    lifespan = Lifespan(services, discovery, posted, poller, feeds, adapters, keys, worker, restart_state, ports)
     workers = worker or OnlyWorker(posted)
     views = WorkerViews(table, metrics, workers)
     dashboard = Dashboard(services, views, workers)
+    orders = ClusterOrders(services, posted)
+    cluster_adapters = ClusterAdapters(services, orders, adapters, workers)
     if worker is not None:
         metrics.frozen_workers.inc(worker.num_frozen)
         worker.adopt, worker.topics = lifespan.adopt, views.topics | dashboard.topics
+        worker.topics[ADAPTERS] = cluster_adapters.stamps
     app = Starlette(
-        routes=_routes(services, posted, Admin(posted, workers, views, poller.poll), views, dashboard),
+        routes=_routes(
+            services, posted, Admin(posted, workers, views, poller.poll), views, dashboard, orders, cluster_adapters
+        ),
         middleware=cross_origin(config),
         exception_handlers=exception_handlers(_request_id),
         lifespan=lifespan.run,
@@ -115,14 +123,16 @@ def _services(
 
 
 def _routes(
-    services: Services, posted: PostedNodes, admin: Admin, views: WorkerViews, dashboard: Dashboard
-) -> list[Route]:
+    services: Services, posted: PostedNodes, admin: Admin, views: WorkerViews, dashboard: Dashboard,
+    orders: ClusterOrders, adapters: ClusterAdapters,
+) -> list[Route]:  # fmt: skip
     control = Control(services, views)
     by_kind: dict[Kind, Any] = {
         Kind.GENERATE: _compute,
         Kind.READ: _compute,
         Kind.META: Relay(services),
-        Kind.ORDER: ClusterOrders(services, posted).give,
+        Kind.ORDER: orders.give,
+        Kind.ADAPTER: adapters.give,
     }
     by_name: dict[str, Any] = {
         "health": control.health,

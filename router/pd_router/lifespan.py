@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from pd_router.sources.discovery import Discovery
     from pd_router.sources.node_change import RestartState
     from pd_router.sources.posted import PostedNodes
+    from pd_router.watch.adapter_keeper import AdapterKeeper
     from pd_router.watch.feed_follower import FeedFollower
     from pd_router.watch.health import HealthPoller
 
@@ -39,6 +40,7 @@ class Lifespan:
     posted: PostedNodes
     poller: HealthPoller
     feeds: FeedFollower
+    adapters: AdapterKeeper
     keys: KeyFile | None
     worker: WorkerChannel | None
     restart_state: RestartState | None
@@ -78,7 +80,7 @@ class Lifespan:
         elif self.restart_state is not None:
             self.adopt(self.restart_state)  # before the first health check, which finds restarted nodes
         await self.poller.poll_all()  # so that the first request finds the healthy nodes
-        start(NodeTasks(table, self.poller.follow, self.feeds.follow).run())
+        start(NodeTasks(table, self.poller.follow, self.feeds.follow, self.adapters.follow).run())
         self._follow_keys(start)
         if worker is not None:
             await worker.ready()

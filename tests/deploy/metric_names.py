@@ -6,12 +6,16 @@ import ast
 import json
 import re
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
 
 import yaml
 
+from pd_cluster.config import LoraConfig
 from pd_cluster.protocol.messages import EngineStats, KvStats
+from pd_cluster.server.node.adapter_metrics import AdapterCollector
 from pd_cluster.server.node.metrics import NodeMetrics
+from pd_cluster.server.node.node_adapters import NodeAdapters
 from pd_router.config import RouterConfig
 from pd_router.nodes.node_table import NodeTable
 from pd_router.records.metrics import RouterMetrics
@@ -21,6 +25,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from prometheus_client import CollectorRegistry
+
+    from pd_cluster.engine.client import EngineClient
 
 ALERTS = CHART / "files" / "alerts.yaml"
 DASHBOARD = CHART / "files" / "dashboard.json"
@@ -39,6 +45,8 @@ def exported() -> set[str]:
         kv=kv, num_running=0, num_waiting=0, num_waiting_for_remote_kv=0, counters=counters, gauges=gauges
     )
     node.add_engine(lambda: stats, lambda: {"role": "mixed"})
+    adapters = NodeAdapters(LoraConfig(), cast("EngineClient", SimpleNamespace(stats=stats)), ())
+    node.registry.register(AdapterCollector(adapters))
     return {name for registry in (router.registry, node.registry) for name in _samples(registry)}
 
 

@@ -40,7 +40,9 @@ INVARIANTS = (
     invariants.grace, invariants.probes, invariants.hardening, invariants.router_knows_nodes,
     invariants.nodes_know_pool, invariants.node_network, invariants.inference_pools,
 )  # fmt: skip
-OUTSIDE = frozenset({"Secret/pd-cluster-key", "PersistentVolumeClaim/weights"})  # what users bring
+OUTSIDE = frozenset(  # what users bring
+    {"Secret/pd-cluster-key", "PersistentVolumeClaim/weights", "PersistentVolumeClaim/adapters"}
+)
 
 
 @cache

@@ -10,9 +10,10 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import httpx
 import pytest
 
-from tests.cluster import ROOT, SOURCES
+from tests.cluster import ROOT, SOURCES, Launcher
 
 if TYPE_CHECKING:
     from tests.integration.system import System
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.integration
 
 EXAMPLES = ROOT / "docs" / "examples"
-DEADLINE_S = 100.0
+DEADLINE_S = 300.0
 
 
 @pytest.fixture
@@ -67,3 +68,18 @@ def test_the_page_names_every_example() -> None:
     page = (EXAMPLES / "README.md").read_text()
     files = {path.name for path in EXAMPLES.iterdir() if path.suffix in {".py", ".sh"}}
     assert {name for name in files if f"({name})" not in page} == set()
+
+
+@pytest.mark.slow
+def test_an_adapter_of_the_demo_model(tmp_path: Path) -> None:
+    assert "loss: 0.0" in output(sys.executable, EXAMPLES / "train_adapter.py", tmp_path / "parrot")
+    with Launcher() as launcher:
+        url = launcher.node("mixed", f"--lora=parrot={tmp_path / 'parrot'}", "--kv-cache-gb=0.1").url
+        body = {"model": "parrot", "prompt": "Hello", "temperature": 0, "max_tokens": 16}
+        answers = [
+            httpx.post(f"{url}/v1/completions", json=body | {"model": model}, trust_env=False).json()
+            for model in ("parrot", "demo_model")
+        ]
+    texts = [answer["choices"][0]["text"] for answer in answers]
+    assert texts[0] == " An adapter says this."
+    assert texts[1] != texts[0]

@@ -9,7 +9,7 @@ from tests.docs.pages import ROOT
 PAGE = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
 CODE = re.compile(r"`([^`]+)`")
 PLACE = re.compile(r"(?:pd_cluster|router|connectors|kernels|tests)/[\w/.]+")
-KEPT_CHANGES = ["an adapter (LoRA)", "a drafter", "images", "a stage of logits", "sleep"]
+KEPT_CHANGES = ["a drafter", "images", "a stage of logits", "sleep"]
 
 
 def rows(header: str) -> list[list[str]]:
@@ -36,6 +36,6 @@ def test_seams_are_in_the_files_of_their_rows() -> None:
     assert found > 30
 
 
-def test_the_five_changes_have_a_row() -> None:
+def test_the_changes_have_a_row() -> None:
     assert [row[0] for row in rows("to add")] == KEPT_CHANGES
     assert "docs/extending.md#where-do-i-change-x" in (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")

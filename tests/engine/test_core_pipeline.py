@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import pytest
 
-from pd_cluster.config import CacheConfig, HandoffConfig, ModelConfig, NodeConfig, SchedulerConfig
+from pd_cluster.config import CacheConfig, HandoffConfig, LoraConfig, ModelConfig, NodeConfig, SchedulerConfig
 from pd_cluster.engine.core import EngineCore
 from pd_cluster.protocol.messages import (
     Abort,
@@ -100,7 +100,7 @@ class Bench:
     def __init__(
         self, executor: Executor, connector: Connector, mode: str, prefix_caching: bool = True, max_num_seqs: int = 6,
         drafter: Drafter | None = None, host_cache_gb: float = 0.0,
-        open_disk: Callable[[Callable[[], None]], DiskCache] | None = None,
+        open_disk: Callable[[Callable[[], None]], DiskCache] | None = None, lora: LoraConfig = CONFIG.lora,
     ) -> None:  # fmt: skip
         self.mailbox = FakeMailbox()
         disk = None if open_disk is None else open_disk(self.mailbox.wake)
@@ -108,6 +108,7 @@ class Bench:
             CONFIG,
             scheduler=replace(CONFIG.scheduler, async_scheduling=mode, max_num_seqs=max_num_seqs),
             cache=replace(CONFIG.cache, prefix_caching=prefix_caching, host_cache_gb=host_cache_gb),
+            lora=lora,
         )
         self.core = at_fixed_prices(EngineCore(config, executor, connector, self.mailbox, drafter=drafter, disk=disk))
         self.tokens: dict[tuple[str, int], list[int]] = {}

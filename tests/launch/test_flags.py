@@ -16,6 +16,7 @@ from pd_http.settings import flag_of
 NUMBERS: dict[type, object] = {int: 4096, float: 4096.0, str: "4096"}
 FORMS: dict[str, object] = {  # settings that are not any text
     "kv_ports": "4096-4097",
+    "lora": ("a=/a", "b=/b"),
     "max_drafts": 9,
     "logits_stages": ("a:B", "c:D"),
     "served_model_name": ("a", "b"),

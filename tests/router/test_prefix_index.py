@@ -17,6 +17,7 @@ from pd_connectors.protocol.feed import DEVICE, HOST, FeedDelta, FeedMessage, Fe
 from pd_connectors.protocol.text_chain import AS_ALWAYS, LastTurn
 from pd_router.calls.body import RequestBody
 from pd_router.nodes import prefix_index
+from pd_router.nodes.adapter_table import AdapterTable
 from pd_router.nodes.answer_lengths import AnswerLengths
 from pd_router.nodes.node_feed import FeedLost, NodeFeed
 from pd_router.nodes.node_table import Node, Role
@@ -236,7 +237,7 @@ def test_two_blocks_of_a_node_may_end_at_one_place() -> None:
 def test_a_prompt_is_looked_up_as_each_kind_of_chat_template_names_it() -> None:
     """Nodes of several models, or of two releases."""
     index: PrefixIndex[Node] = PrefixIndex()
-    table = cast("NodeTable", SimpleNamespace(prefixes=index, answers=AnswerLengths()))
+    table = cast("NodeTable", SimpleNamespace(prefixes=index, answers=AnswerLengths(), adapters=AdapterTable()))
     messages = [{"role": "user", "content": "q" * 600}, {"role": "assistant", "content": "a" * 600}]
     body = RequestBody(json.dumps({"messages": messages}).encode())
     kinds = {a_node("always"): AS_ALWAYS, a_node("by turn"): LastTurn(answers=True)}

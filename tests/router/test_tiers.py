@@ -16,6 +16,7 @@ from pd_connectors.protocol.feed import HOST, FeedDelta, FeedMessage, FeedSnapsh
 from pd_connectors.protocol.stream_codec import StreamParser, encode_message
 from pd_connectors.protocol.text_chain import AS_ALWAYS
 from pd_router.calls.body import RequestBody
+from pd_router.nodes.adapter_table import AdapterTable
 from pd_router.nodes.answer_lengths import AnswerLengths
 from pd_router.nodes.node_feed import SLICE_BLOCKS, NodeFeed
 from pd_router.nodes.node_table import Node, Role
@@ -105,7 +106,7 @@ def chain_of(body: RequestBody) -> Sequence[int]:
 
 
 def facts_of(index: PrefixIndex[Node], body: RequestBody) -> PromptFacts:
-    nodes = cast("NodeTable", SimpleNamespace(prefixes=index, answers=AnswerLengths()))
+    nodes = cast("NodeTable", SimpleNamespace(prefixes=index, answers=AnswerLengths(), adapters=AdapterTable()))
     return prompt_facts(body, nodes, b"key")
 
 

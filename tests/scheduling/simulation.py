@@ -109,6 +109,7 @@ def message(
     known: tuple[tuple[int, ...], ...] = (),
     beams: BeamParams | None = None,
     grammar: str = "",
+    adapter: str = "",
 ) -> AddRequest:
     sampling = SamplingParams(
         max_tokens=max_tokens,
@@ -121,8 +122,9 @@ def message(
         grammar=grammar,
     )
     return AddRequest(
-        request_id, list(prompt_token_ids), sampling, work, priority=priority, salt=salt, group=group, known=known
-    )
+        request_id, list(prompt_token_ids), sampling, work, priority=priority, salt=salt or adapter, group=group,
+        known=known, adapter=adapter,
+    )  # fmt: skip
 
 
 def begun(asked: AddRequest, num_known: int) -> AddRequest:

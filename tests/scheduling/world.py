@@ -14,6 +14,7 @@ import msgspec
 from pd_cluster.config import SchedulerConfig
 from pd_cluster.engine.admission import Admission
 from pd_cluster.protocol.messages import FinishReason, Work
+from pd_cluster.scheduling.adapter_places import AdapterPlaces
 from pd_cluster.scheduling.block_manager import BlockManager
 from pd_cluster.scheduling.block_table import StateSlots
 from pd_cluster.scheduling.cache_news import block_id as feed_id
@@ -111,6 +112,7 @@ class World:
     depth: int = 1
     longest_run: int = 1
     drafts: bool = False
+    num_slots: int = 0  # of adapters
     num_bent: int = 1  # of five drafts: see SeedDrafter
     are_late: Callable[[], bool] = lambda: False  # see FakeWorker
     is_unready: Callable[[int], bool] = lambda seq_id: False  # the worker's answer before each plan
@@ -125,6 +127,8 @@ class World:
 
     def __post_init__(self) -> None:
         self.now_s = 0.0
+        self.filled: dict[int, str] = {}  # slot -> adapter
+        self.slot_of: dict[int, int] = {}  # by sequence
         self.num_victims = 0  # saved
         groups, slabs = self.kv.groups(BLOCK_SIZE), self.kv.slabs(self.num_blocks)
         self.blocks = BlockManager(
@@ -146,6 +150,7 @@ class World:
             order=Shortest(self.model, self.blocks) if self.shortest_first else Fifo(),
             clock=lambda: self.now_s,
             speculation=Speculation(SeedDrafter(self.num_bent)) if self.drafts and not self.kv.has_state else None,
+            adapters=AdapterPlaces(self.num_slots),
         )
         self.admission = Admission(
             self.blocks, max_num_seqs=self.max_num_seqs, max_model_len=MAX_MODEL_LEN,
@@ -230,6 +235,7 @@ class World:
         if self.hashes and batch.step % 2:
             self.scheduler.hash_ahead()
         self._check_writes(batch)
+        self._check_adapters(batch)
         drawn = {chunk.seq_id for chunk in batch.chunks if chunk.num_samples}
         assert not drawn & self.unready, "a sequence that is not ready is drawn"
         self.now_s += 1
@@ -257,6 +263,15 @@ class World:
             self.published.pop(lease_id, None)
             del self.leases[lease_id]
         self.take(self.scheduler.abort(request, index, FinishReason.ABORT))
+
+    def _check_adapters(self, batch: Batch) -> None:
+        """Each chunk finds its adapter in its slot, which has none while it is filled, also where a step still runs."""
+        self.slot_of |= {start.seq_id: start.adapter for start in batch.starts}
+        self.filled |= dict.fromkeys((slot for slot, _ in batch.adapters), "?")
+        for chunk in batch.chunks:
+            request = self.scheduler._queues.sequences[chunk.seq_id].request
+            assert self.filled.get(self.slot_of[chunk.seq_id], "") == request.message.adapter
+        self.filled |= dict(batch.adapters)
 
     def _check_writes(self, batch: Batch) -> None:
         """A block that a step writes has one holder, and neither the prefix cache nor a lease's reader knows it."""

@@ -5,18 +5,21 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
 
 from pd_cluster.engine.client import RequestMessage, RequestStream
 from pd_cluster.engine.news_mirror import NewsMirror
 from pd_cluster.errors import EngineFrozen, EngineUnavailable
 from pd_cluster.protocol.messages import (
     Abort,
+    AdapterLoaded,
     AddRequest,
     EngineReady,
     EngineStats,
     FinishReason,
     KvGroupStats,
     KvStats,
+    LoadAdapter,
     NeedsPrefill,
     PrefillLocally,
     SequenceTokens,
@@ -101,6 +104,8 @@ class FakeEngine:
         self.is_alive = True
         self.frozen = ""
         self.on_freeze: Callable[[], None] = lambda: None
+        self.on_adapter: Callable[[Any], None] = lambda message: None
+        self.adapter_error: str | None = ""  # of each load; None: the test answers
         self.num_freezes = 0
         self.ready: EngineReady | None = EngineReady(
             engine_id=engine_id,
@@ -160,6 +165,9 @@ class FakeEngine:
         self.sent.append(message)
         if isinstance(message, Abort):
             self.aborts.put_nowait(message)
+        if isinstance(message, LoadAdapter) and self.adapter_error is not None:
+            answer = AdapterLoaded(message.digest, self.adapter_error)
+            asyncio.get_running_loop().call_soon(lambda: self.on_adapter(answer))
         line = self._lines.get(getattr(message, "request_id", ""))
         if line is not None:
             line.from_api.put_nowait(message)

@@ -15,7 +15,15 @@ import uvicorn
 from transformers import AutoTokenizer
 
 import pd_cluster
-from pd_cluster.config import HandoffConfig, ModelConfig, NodeConfig, NodeHttpLimits, SchedulerConfig, ServerConfig
+from pd_cluster.config import (
+    HandoffConfig,
+    LoraConfig,
+    ModelConfig,
+    NodeConfig,
+    NodeHttpLimits,
+    SchedulerConfig,
+    ServerConfig,
+)
 from pd_cluster.launch.http_server import FILES_PER_REQUEST
 from pd_cluster.server.app import create_app
 from pd_cluster.server.node.metrics import NodeMetrics
@@ -60,12 +68,14 @@ def make_state(
     model_name: str = "demo",
     metrics_names: str = "pd",
     speculation: str = "none",
+    lora: LoraConfig | None = None,
 ) -> NodeState:
     config = NodeConfig(
         model=ModelConfig(model=str(MODEL_DIR), served_model_name=(model_name,)),
         server=ServerConfig(role=role, node_id=node_id, metrics_names=metrics_names),
         handoff=handoff or HandoffConfig(),
         scheduler=SchedulerConfig(speculation=speculation),
+        lora=lora or LoraConfig(),
     )
     return NodeState(config=config, engine=engine, tokenizer=demo_tokenizer(), key=KEY)
 
@@ -124,11 +134,12 @@ async def running(
     limits: HttpLimits | None = None,
     metrics_names: str = "pd",
     speculation: str = "none",
+    lora: LoraConfig | None = None,
 ) -> AsyncIterator[Node]:
     """A node over `engine`."""
     state = make_state(
         engine, node_id=node_id, handoff=handoff, model_name=model_name, metrics_names=metrics_names,
-        speculation=speculation,
+        speculation=speculation, lora=lora,
     )  # fmt: skip
     async with (
         _served(create_app(state), state.metrics, limits or NodeHttpLimits()) as server,

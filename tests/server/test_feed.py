@@ -43,6 +43,8 @@ if TYPE_CHECKING:
 
     import aiohttp
 
+    from pd_connectors.protocol.adapters import AdapterState
+
 pytestmark = pytest.mark.anyio
 WAIT_S = HANG_S
 LOAD = NodeLoad(queued_tokens=5, num_running=2, num_slots=48, block_size=16)
@@ -66,6 +68,7 @@ class Reader:
         self._ready: list[FeedMessage] = []
         self.load = NodeLoad()
         self.blocks: dict[int, StoredBlock] = {}
+        self.adapters: dict[str, AdapterState] = {}
         self.charges: list[int] = []
         self.last_turn: LastTurn | None = None
         self.number = -1
@@ -91,6 +94,7 @@ class Reader:
         self.blocks |= {stored.block: stored for stored in message.stored}
         for block, tier in message.moved if isinstance(message, FeedDelta) else ():
             self.blocks[block] = msgspec.structs.replace(self.blocks[block], tier=tier)
+        self.adapters |= {one.record.name: one for one in message.adapters}
         self.charges += message.charges
         return message
 

@@ -11,6 +11,7 @@ import torch
 from pd_cluster.config import SchedulerConfig
 from pd_cluster.protocol.messages import AddRequest, Work
 from pd_cluster.protocol.sampling_params import BeamParams, SamplingParams
+from pd_cluster.scheduling.adapter_places import AdapterPlaces
 from pd_cluster.scheduling.block_manager import BlockManager
 from pd_cluster.scheduling.queue_order import Fifo
 from pd_cluster.scheduling.scheduler import Scheduler
@@ -18,6 +19,7 @@ from pd_cluster.scheduling.sequence import Request
 from pd_cluster.scheduling.step_budget import StepBudget
 from pd_cluster.scheduling.step_model import StepModel
 from pd_cluster.scheduling.targets import Targets
+from pd_connectors.protocol.cache_space import cache_space
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as Ids
@@ -49,6 +51,7 @@ class ScheduledWorker:
     max_num_seqs: int = 8
     host_cache: bool = False
     swaps: bool = True
+    num_slots: int = 0  # of adapters
     drawn: list[Drawn] = field(default_factory=list)
     published: dict[str, PublishSpec] = field(default_factory=dict)
     outputs: dict[str, list[list[int]]] = field(default_factory=dict)
@@ -66,6 +69,7 @@ class ScheduledWorker:
             SchedulerConfig(max_num_seqs=self.max_num_seqs, max_num_batched_tokens=self.budget), self.blocks,
             max_model_len=executor.model.max_model_len, eos_token_ids=frozenset(), retract=lambda lease_id: 1,
             step_budget=StepBudget(Targets(), StepModel(), lambda: 0.0, lambda: 0.0), order=Fifo(), clock=lambda: 0.0,
+            adapters=AdapterPlaces(self.num_slots),
         )  # fmt: skip
         self._running: deque[tuple[Batch, PendingStep]] = deque()
         self._logits: list[torch.Tensor] = []
@@ -73,13 +77,16 @@ class ScheduledWorker:
 
     def add(
         self, name: str, ids: Ids[int], max_tokens: int = 4, work: Work = Work.GENERATE, n: int = 1,
-        temperature: float = 0.0, beams: BeamParams | None = None, known: Ids[int] = (),
+        temperature: float = 0.0, beams: BeamParams | None = None, known: Ids[int] = (), adapter: str = "",
     ) -> Request:  # fmt: skip
         sampling = SamplingParams(
             max_tokens=max_tokens, temperature=temperature, n=n, seed=1, ignore_eos=True, beams=beams
         )
         lease_id = f"lease-{name}" if work is Work.PREFILL else None
-        message = AddRequest(name, list(ids), sampling, work, known=(tuple(known),) if known else ())
+        message = AddRequest(
+            name, list(ids), sampling, work, known=(tuple(known),) if known else (), adapter=adapter,
+            salt=cache_space(adapter, ""),
+        )  # fmt: skip
         request = Request.from_message(message, lease_id=lease_id)
         (self.scheduler.park if work is Work.TAKE_OVER else self.scheduler.add)(request)
         self.outputs[name] = [[] for _ in range(n)]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import msgspec
 
+from pd_connectors.protocol.adapters import AdapterState
 from pd_connectors.protocol.text_chain import AS_ALWAYS, LastTurn
 
 FEED_TYPE = "application/x-pd-feed"
@@ -76,6 +77,7 @@ class FeedSnapshot(msgspec.Struct, frozen=True, array_like=True, tag="snapshot")
     role: str = ""  # of the node at present; "": a node of before role orders
     role_changes: int = 0  # since the node's start: of two words the one with more changes is newer
     last_turn: LastTurn = AS_ALWAYS  # of its chat template: `stored` has steps of the text that follows from it
+    adapters: tuple[AdapterState, ...] = ()  # all, with those that were unloaded
 
 
 class FeedDelta(msgspec.Struct, frozen=True, array_like=True, tag="delta"):
@@ -91,6 +93,7 @@ class FeedDelta(msgspec.Struct, frozen=True, array_like=True, tag="delta"):
     is_last: bool = False  # the node ends by order: what of it is gone then has not died
     is_frozen: bool = False  # its engine makes no progress; /health says why
     moved: tuple[tuple[int, int], ...] = ()  # `StoredBlock.block`, and its tier from now on
+    adapters: tuple[AdapterState, ...] = ()  # those that changed
 
 
 FeedMessage = FeedSnapshot | FeedDelta

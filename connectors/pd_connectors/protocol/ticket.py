@@ -13,6 +13,7 @@ from typing import Final, Literal, TypeVar
 
 import msgspec
 
+from pd_connectors.protocol.adapters import AdapterRecord
 from pd_connectors.protocol.errors import BadSignature, ProtocolMismatch, TicketError, TicketExpired
 from pd_connectors.protocol.layout import BlockLayout
 from pd_connectors.protocol.messages import MAC_BYTES, PROTOCOL_VERSION, LeaseRef, mac
@@ -61,17 +62,23 @@ class Offer(msgspec.Struct, frozen=True, tag=True):
 class NodeOrder(msgspec.Struct, frozen=True, tag=True):
     """An order of a supervisor or operator to a router about one node. Idempotent.
 
-    "reset_cache", "start_profile", "stop_profile" and "role" are orders to the node itself, too.
+    "reset_cache", "start_profile", "stop_profile", "role" and those about adapters are orders to the node itself, too.
     """
 
-    action: Literal["add", "remove", "drain", "resume", "reset_cache", "start_profile", "stop_profile", "feed", "role"]
-    node: str  # the base URL for "add", else the node's id or its host:port; ALL_NODES for those three
+    action: Literal[
+        "add", "remove", "drain", "resume", "reset_cache", "start_profile", "stop_profile", "feed", "role",
+        "load_adapter", "unload_adapter",
+    ]  # fmt: skip
+    node: str  # the base URL for "add", else the node's id or its host:port; ALL_NODES for those that all nodes obey
     expires_at_s: float  # wall clock; until then a process that overhears the order can repeat it, so keep it short
     role: str = ""  # for "add" and "role": prefill, decode or mixed
     version: int = STATEMENT_VERSION
-    is_forced: bool = False  # for "role": even if no node is left that decodes
+    is_forced: bool = False  # for "role": even if no node is left that decodes; "load_adapter": in place of another
     reader: str = ""  # for "feed": "ROUTER.PLACE", of the router's process; "": of a router that names it outside
     serial: int = 0  # for "feed": higher in each order of that process
+    adapter: AdapterRecord | None = None  # for "load_adapter" and "unload_adapter"; to a router without a stamp
+    # Of a router's order to a node: prepare reads the files; hold gives the name its meaning; drop ends a prepare
+    step: Literal["prepare", "hold", "drop"] = "hold"
 
 
 Statement = TypeVar("Statement", Ticket, Offer, NodeOrder)

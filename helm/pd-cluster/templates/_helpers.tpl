@@ -143,14 +143,16 @@ pd-cluster/part=node
 {{- end }}
 {{- end -}}
 
-{{- /* A role's resources with its devices, and with the memory that each rank pins with --host-cache-gb: that, or the
-       larger --swap-gb. Kubernetes takes an extended resource's request from its limit. */ -}}
+{{- /* A role's resources with its devices, and with the memory that each rank pins with --host-cache-gb (that, or the
+       larger --swap-gb) and --lora-host-gb, where that is given. Kubernetes takes an extended resource's request from its limit. */ -}}
 {{- define "pd-cluster.nodeResources" -}}
 {{- $resources := deepCopy .resources -}}
 {{- $ranks := dig "tp" (int .gpus.count) .args | int | max 1 -}}
 {{- $host := dig "host-cache-gb" 0 .args | float64 -}}
+{{- if $host }}{{ $host = maxf $host (dig "swap-gb" 0 .args | float64) }}{{ end -}}
+{{- $host = addf $host (dig "lora-host-gb" 0 .args | float64) -}}
 {{- if $host -}}
-{{- $host = mulf (maxf $host (dig "swap-gb" 0 .args | float64)) $ranks 1e9 -}}
+{{- $host = mulf $host $ranks 1e9 -}}
 {{- range $part := list (default dict $resources.requests) (default dict $resources.limits) -}}
 {{- if $part.memory }}{{ $_ := set $part "memory" (addf (include "pd-cluster.bytes" $part.memory | float64) $host | printf "%.0f") }}{{ end -}}
 {{- end -}}

@@ -53,7 +53,7 @@ REFUSED: dict[str, FieldRefusal] = {
     "task": FieldRefusal("chat templates know no tasks"),
     "ec_transfer_params": FieldRefusal("this server reads text alone"),
     "extra_key": FieldRefusal("use cache_salt"),
-    "lora_path": FieldRefusal("adapters are not supported"),
+    "lora_path": FieldRefusal("a request names an adapter by model; orders load it"),
     "previous_response_id": FieldRefusal(_STATELESS),
     "conversation": FieldRefusal(_STATELESS),
     "thread": FieldRefusal(_STATELESS),

@@ -20,6 +20,7 @@ from pd_connectors.protocol.text_chain import AS_ALWAYS
 
 if TYPE_CHECKING:
     from pd_cluster.engine.client import EngineClient
+    from pd_cluster.server.node.node_adapters import NodeAdapters
     from pd_cluster.server.node.node_role import NodeRole
     from pd_connectors.protocol.text_chain import LastTurn
 
@@ -104,12 +105,15 @@ class ChargeMark:
 class FeedHub:
     """The readers of one node's feed, and the charges that the node's load includes."""
 
-    def __init__(self, engine: EngineClient, role: NodeRole, last_turn: LastTurn = AS_ALWAYS) -> None:
+    def __init__(
+        self, engine: EngineClient, role: NodeRole, adapters: NodeAdapters, last_turn: LastTurn = AS_ALWAYS
+    ) -> None:
         """`last_turn`: of the chat template; names follow from it."""
         self._engine = engine
         self.last_turn = last_turn
         self._role = role
-        role.on_change = self._changed
+        self._adapters = adapters
+        role.on_change = adapters.on_change = self._changed
         engine.on_freeze = self._flush
         self._readers: set[FeedReader] = set()
         self._live: dict[str, set[int]] = {}  # router -> charges of requests that are admitted and have not ended
@@ -166,7 +170,8 @@ class FeedHub:
         charges = tuple(self._live.get(reader.router, ()))
         stored = tuple(news.stored.values())[-MAX_NAMED:]
         snapshot = FeedSnapshot(
-            ready.epoch, self._number, news.load, stored, charges, self._role.name, self._role.changes, self.last_turn
+            ready.epoch, self._number, news.load, stored, charges, self._role.name, self._role.changes, self.last_turn,
+            self._adapters.states(),
         )  # fmt: skip
         reader.write(encode_message(snapshot))
         self._readers.add(reader)
@@ -259,7 +264,7 @@ class FeedHub:
         self._sent_s = asyncio.get_running_loop().time()
         delta = FeedDelta(
             self._number, load, evicted, stored, role=self._role.name, role_changes=self._role.changes, is_last=is_last,
-            is_frozen=bool(self._engine.frozen), moved=moved,
+            is_frozen=bool(self._engine.frozen), moved=moved, adapters=self._adapters.changed_states(),
         )  # fmt: skip
         plain = encode_message(delta)
         for reader in tuple(self._readers):

@@ -33,9 +33,13 @@ NAMES = {
     "pd_spec_decode_num_draft_tokens": ("spec_decode_num_draft_tokens",),
     "pd_spec_decode_num_accepted_tokens": ("spec_decode_num_accepted_tokens",),
     "pd_spec_decode_num_accepted_tokens_per_pos": ("spec_decode_num_accepted_tokens_per_pos",),
+    "pd_lora_requests_info": ("lora_requests_info",),
+    "pd_lora_adapter_loaded": ("lora_adapter_loaded",),
 }
 """Our family -> theirs, without `vllm:`."""
-_KEPT = ("le", "position")  # labels that theirs have, too
+_KEPT = (  # labels that theirs have, too
+    "le", "position", "lora_name", "level", "running_lora_adapters", "waiting_lora_adapters", "max_lora",
+)  # fmt: skip
 # Theirs asks what is outside for the tokens that the device has not. Our hits are those of both tiers
 _EXTERNAL = ("pd_prefix_cache_queried_tokens", "pd_prefix_cache_hit_tokens", "pd_host_cache_hit_tokens")
 _PREEMPTIONS = ("pd_preemptions_recompute", "pd_preemptions_swap")

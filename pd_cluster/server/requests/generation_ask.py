@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from pd_cluster.server.requests.generation_request import KnownAnswer, KvSource
     from pd_cluster.server.requests.prompt_list import Prompt
     from pd_cluster.server.requests.prompt_scores import PromptAsk
+    from pd_cluster.server.requests.prompt_space import PromptSpace
     from pd_cluster.server.requests.prompt_steps import PromptSteps
     from pd_cluster.server.requests.response_shape import ResponseShape
 
@@ -31,6 +32,7 @@ class GenerationAsk:
     """Made where the body is decoded. Its callables raise InvalidRequest for what only later steps can find."""
 
     body: GenerationBody
+    space: PromptSpace
     prompts: Sequence[Tokenize]
     prompt_field: str
     form: Callable[[], Awaitable[GrammarSource | None]]  # of the output

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from pd_cluster.protocol.messages import AddRequest, Work
+from pd_cluster.server.requests.prompt_space import PromptSpace
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -70,7 +71,7 @@ class GenerationRequest:
     sampling: SamplingParams
     text: TextOptions
     priority: int = 0
-    salt: str = ""
+    space: PromptSpace = field(default_factory=PromptSpace)
     kv_source: KvSource = field(default_factory=KvSource)
     # All prompts of one HTTP request share turns (`scheduling/turns.py`), on this node and on the P that D asks. It is
     # not `x-request-id`: clients choose that, and two clients may send the same one. "": a group of its own
@@ -106,8 +107,11 @@ class GenerationRequest:
 
     @property
     def prompt_digest(self) -> bytes:
-        """Names the prompt, 16 bytes. The digest of a ticket is chained over units of 16 tokens, which takes longer."""
-        return blake2b(array("I", self.prompt).tobytes(), digest_size=16).digest()
+        """Names prompt and adapter, 16 bytes. A ticket's is chained over units of 16 tokens: that takes longer.
+
+        Another node goes on with the stream only if it finds the same one.
+        """
+        return blake2b(array("I", self.prompt).tobytes(), digest_size=16, key=self.space.adapter.encode()).digest()
 
     def to_engine(self, config: NodeConfig, received_s: float) -> AddRequest:
         """The engine's n sequences are the choices that have not ended, see `live`."""
@@ -124,7 +128,8 @@ class GenerationRequest:
             ticket=self.kv_source.ticket,
             hold_lease=self.kv_source.hold_lease,
             priority=self.priority,
-            salt=self.salt,
+            salt=self.space.text,
+            adapter=self.space.adapter,
             min_remote_tokens=handoff.min_remote_tokens,
             load_deadline_s=handoff.load_deadline_s,
             received_s=received_s,

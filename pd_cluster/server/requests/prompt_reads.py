@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 from pd_cluster.errors import EngineUnavailable, Overloaded, error_named
 from pd_cluster.protocol.messages import AddRequest, PromptRead, RequestFailed, Work
 from pd_cluster.protocol.sampling_params import SamplingParams
+from pd_cluster.server.requests.prompt_space import space_of
 
 if TYPE_CHECKING:
     from array import array
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from pd_cluster.server.bodies.schema import PromptFields
     from pd_cluster.server.node.caller import Caller
     from pd_cluster.server.node.read_window import ReadWindow
+    from pd_cluster.server.requests.prompt_space import PromptSpace
     from pd_cluster.server.state import NodeState
 
 Result = TypeVar("Result")
@@ -55,14 +57,14 @@ async def read_prompts(
 
     Cancelling it takes the prompts back from the engine. Raises PdError.
     """
-    window = state.read_window
+    window, space = state.read_window, space_of(state.adapters, body)
     if window.num_waiting >= state.config.scheduler.max_waiting:
         raise Overloaded(f"{window.num_waiting} requests about prompts are waiting")
     num_cached = 0
 
     async def read(index: int, prompt: array[int]) -> Result:
         nonlocal num_cached
-        answer = await _read_one(state, caller, body, prompt, outputs)
+        answer = await _read_one(state, caller, body, space, prompt, outputs)
         num_cached += answer.num_cached_tokens
         return make(index, answer)
 
@@ -86,7 +88,7 @@ def _give_back(window: ReadWindow, num_tokens: int, _: object) -> None:
 
 
 async def _read_one(
-    state: NodeState, caller: Caller, body: PromptFields, prompt: array[int], outputs: PromptOutputs
+    state: NodeState, caller: Caller, body: PromptFields, space: PromptSpace, prompt: array[int], outputs: PromptOutputs
 ) -> PromptRead:
     request = AddRequest(
         request_id=uuid.uuid4().hex,
@@ -94,7 +96,8 @@ async def _read_one(
         sampling=SamplingParams(max_tokens=1),
         work=Work.READ,
         priority=body.priority or 0 if state.config.scheduler.priorities else 0,
-        salt=body.cache_salt or "",
+        salt=space.text,
+        adapter=space.adapter,
         received_s=caller.started_s,
         group=caller.group,
         outputs=outputs,

@@ -28,7 +28,7 @@ from pd_connectors.protocol.text_chain import AS_ALWAYS, TOKEN_BYTES, chain_key,
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from pd_cluster.server.bodies.schema import GenerationBody
+    from pd_cluster.server.requests.prompt_space import PromptSpace
     from pd_cluster.server.state import NodeState
     from pd_cluster.server.text.tokenizer import Encoded
     from pd_connectors.protocol.text_chain import CanonicalText, LastTurn
@@ -45,12 +45,12 @@ _Span = tuple[int, int, str]
 class PromptSteps:
     """Makes the names of one request's prompt while that is tokenized, on the tokenizer's thread."""
 
-    def __init__(self, raw: bytes, key: bytes, salt: str, block_size: int, last_turn: LastTurn = AS_ALWAYS) -> None:
+    def __init__(self, raw: bytes, key: bytes, space: str, block_size: int, last_turn: LastTurn = AS_ALWAYS) -> None:
         """`last_turn`: of the chat template."""
         self._raw = raw
         self._last_turn = last_turn
         self._key = key
-        self._salt = salt
+        self._space = space
         self._block_size = block_size
         self.steps: Steps = ()
 
@@ -77,7 +77,7 @@ class PromptSteps:
 
     def _name(self, ends: Iterable[tuple[int, int]], canonical: CanonicalText) -> None:
         """Name the last block of each step. `ends`: blocks as (tokens, bytes of the text that decides them)."""
-        hashes, named = step_hashes(self._key, self._salt, canonical.text, canonical.starts), {}
+        hashes, named = step_hashes(self._key, self._space, canonical.text, canonical.starts), {}
         step_places = step_ends(len(canonical.text), canonical.starts)
         for num_tokens, num_bytes in ends:
             step = bisect_left(step_places, num_bytes)
@@ -112,13 +112,13 @@ def _spans(text: str, contents: Sequence[str], starts: Sequence[int]) -> Iterato
             yield begin, start + len(content[: content.index(shown)].encode()), shown
 
 
-def names_for(state: NodeState, body: GenerationBody, raw: bytes) -> PromptSteps | None:
+def names_for(state: NodeState, space: PromptSpace, raw: bytes) -> PromptSteps | None:
     """None: no router reads the feed."""
     if not state.feed.is_on:
         return None
     if state.tokenizer.chat_template.writes_date:
         state.feed.begin_day(date.today())
-    return PromptSteps(raw, chain_key(state.key), body.cache_salt or "", state.ready.block_size, state.feed.last_turn)
+    return PromptSteps(raw, chain_key(state.key), space.text, state.ready.block_size, state.feed.last_turn)
 
 
 def given_steps(steps: Iterable[tuple[int, int]], num_tokens: int, block_size: int) -> Steps:

@@ -181,7 +181,8 @@ def decoded(
     if state.draining:
         raise EngineUnavailable("this node is shutting down")
     body, unread = decode_body(raw, kind)
-    state.check_model(body.model)
+    is_routed = bool(offer) or (isinstance(body, GenerationBody) and body.kv_transfer_params is not None)
+    state.check_model(body.model, is_routed=is_routed)
     state.metrics.unknown_fields.inc(len(unread))
     params = reply.dialect.params
     disabled = {params.get(name, name) for name in disabled_fields(state, body)}

@@ -38,6 +38,7 @@ from pd_http.node_answers import ASK_TICKET, FailureKind
 
 if TYPE_CHECKING:
     from pd_cluster.server.requests.generation_ask import GenerationAsk
+    from pd_cluster.server.requests.prompt_space import PromptSpace
     from pd_cluster.server.state import NodeState
 
 logger = logging.getLogger("pd_cluster.server")
@@ -54,7 +55,7 @@ class Untrusted(Exception):
         self.reason = reason
 
 
-def trusted_ticket(state: NodeState, token: str, prompt: list[int], salt: str) -> Ticket:
+def trusted_ticket(state: NodeState, token: str, prompt: list[int], space: PromptSpace) -> Ticket:
     """The ticket in `token`. Raises Untrusted unless this cluster's key signed it for this prompt and model.
 
     The sampling parameters of P are not compared here: they do not change the KV, and the engine compares them.
@@ -62,7 +63,7 @@ def trusted_ticket(state: NodeState, token: str, prompt: list[int], salt: str) -
     ticket = _verified(state, token, Ticket)
     if ticket.fingerprint != state.ready.fingerprint:
         raise Untrusted(FailureKind.FINGERPRINT_MISMATCH)
-    if ticket.num_tokens != len(prompt) or ticket.prompt_digest != prompt_digest(prompt, salt):
+    if ticket.num_tokens != len(prompt) or ticket.prompt_digest != prompt_digest(prompt, space.text):
         raise Untrusted("prompt_mismatch")
     return ticket
 
@@ -86,7 +87,7 @@ async def choose_kv_source(state: NodeState, ask: GenerationAsk, index: int) -> 
 
     Raises PrefillUnavailable when nothing given can be trusted and this node may not prefill locally.
     """
-    tokenize, params, salt = ask.prompts[index], ask.params, ask.body.cache_salt or ""
+    tokenize, params = ask.prompts[index], ask.params
     known = ask.known[index] if ask.known else None
     if ask.kv_source is not None:
         return await tokenize(), ask.kv_source
@@ -108,7 +109,7 @@ async def choose_kv_source(state: NodeState, ask: GenerationAsk, index: int) -> 
         given = _plausible_ids(state, params.prompt_token_ids)
         prompt = await tokenize() if given is None else given
         try:
-            return prompt, KvSource(Work.TAKE_OVER, trusted_ticket(state, params.ticket, prompt, salt), urls)
+            return prompt, KvSource(Work.TAKE_OVER, trusted_ticket(state, params.ticket, prompt, ask.space), urls)
         except Untrusted as error:
             faults.append(f"ticket_{error.reason}")
     elif not urls and not faults:
@@ -252,9 +253,10 @@ class PrefillSearch:
             "goes_on": goes_on or None,
         }
         body = {
+            "model": request.space.name or None,
             "prompt": prompt,
             "priority": request.priority + goes_on,  # P takes one off again
-            "cache_salt": request.salt or None,
+            "cache_salt": request.space.salt or None,
             "kv_transfer_params": ASK_TICKET | more,
         }
         headers = {"x-request-id": request.client_request_id, GROUP_HEADER: request.group, **dict(request.passed_on)}
@@ -263,7 +265,7 @@ class PrefillSearch:
         leg = await PrefillClient.open(self._state.peers, url, body, headers, left_s)
         self._legs.append(leg)
         try:
-            return trusted_ticket(self._state, leg.ticket, prompt, request.salt)
+            return trusted_ticket(self._state, leg.ticket, prompt, request.space)
         except Untrusted as error:
             await self.close()
             is_mismatch = error.reason in (FailureKind.PROTOCOL_MISMATCH, FailureKind.FINGERPRINT_MISMATCH)

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from pd_cluster.protocol.messages import PromptRead
+    from pd_cluster.server.bodies.schema import PromptFields
     from pd_cluster.server.node.caller import Caller
     from pd_cluster.server.requests.answer_task import CountedReply
     from pd_cluster.server.state import NodeState
@@ -72,7 +73,7 @@ async def _vectors(
     # in pieces: 4,096 floats take 1 ms and three times their memory, and 512 such vectors at once stop the loop
     vectors = (_encoded(body, vector) for vector in reads.results)
     data = JsonList({"object": kind, "index": index, member: vector} for index, vector in enumerate(vectors))
-    answer = head(state, f"{prefix}-{body.request_id or body.rid or caller.request_id}")
+    answer = head(state, body, f"{prefix}-{body.request_id or body.rid or caller.request_id}")
     await reply.json(200, answer | {"data": data, "usage": reads.usage}, {"x-pd-prefill": state.node_id})
 
 
@@ -97,6 +98,6 @@ def no_number(param: str, index: int) -> PdError:
     return PdError(f"the model's output for {param}[{index}] is not finite (NaN or infinity)", code="not_finite")
 
 
-def head(state: NodeState, name: str) -> dict[str, Any]:
+def head(state: NodeState, body: PromptFields, name: str) -> dict[str, Any]:
     """The first fields of a list."""
-    return {"id": name, "object": "list", "created": int(time.time()), "model": state.model_name}
+    return {"id": name, "object": "list", "created": int(time.time()), "model": state.name_for(body.model)}

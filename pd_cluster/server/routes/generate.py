@@ -66,7 +66,7 @@ async def prepare(state: NodeState, caller: Caller, ask: GenerationAsk) -> list[
             sampling=ask.sampling(len(prompt), grammar, bad_words),
             text=ask.text(),
             priority=priority - ask.goes_on,  # a cut stream goes on before others of its priority begin
-            salt=body.cache_salt or "",
+            space=ask.space,
             kv_source=kv_source,
             group=caller.group,
             drawn_seed=(caller.drawn_seed + index) % (1 << 63),

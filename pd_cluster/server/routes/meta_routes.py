@@ -70,7 +70,8 @@ async def _body(state: NodeState, request: Request) -> bytes:
 
 
 async def _models(state: NodeState, _: Request) -> Response:
-    return json_response({"object": "list", "data": [_model_card(state, name) for name in state.model_names]})
+    names = (*state.model_names, *(record.name for record in state.adapters.live))
+    return json_response({"object": "list", "data": [_model_card(state, name) for name in names]})
 
 
 async def _model(state: NodeState, request: Request) -> Response:
@@ -80,14 +81,14 @@ async def _model(state: NodeState, request: Request) -> Response:
 
 
 def _model_card(state: NodeState, name: str) -> dict[str, Any]:
-    ready = state.engine.ready
+    ready, is_adapter = state.engine.ready, bool(state.adapters.digest_of(name))
     return {
         "id": name,
         "object": "model",
         "created": state.created_s,
         "owned_by": "pd-cluster",
-        "root": state.model_name,  # not the path of the files, which clients must not learn
-        "parent": None,
+        "root": name if is_adapter else state.model_name,  # not the path of the files, which clients must not learn
+        "parent": state.model_name if is_adapter else None,
         "max_model_len": ready.max_model_len if ready else None,
     }
 
@@ -109,6 +110,7 @@ def _health_report(state: NodeState) -> dict[str, Any]:
         "max_num_seqs": ready.max_num_seqs if ready else None,
         "engine_id": ready.engine_id if ready else None,
         "num_in_flight": state.num_in_flight,
+        "lora_slots": state.adapters.num_slots,
         "kv_in_use": round(stats.kv.in_use / stats.kv.num_blocks, 3) if stats else 0.0,
     }
     if state.engine.frozen:
@@ -123,7 +125,7 @@ def _health_report(state: NodeState) -> dict[str, Any]:
 def _status(state: NodeState) -> str:
     """One word; docs/internals.md says what each means (What counts as down)."""
     engine = state.engine
-    if engine.ready is None:
+    if engine.ready is None or (engine.alive and not state.adapters.is_ready):
         return "starting"
     if not engine.alive:
         return "dead"

@@ -1,4 +1,5 @@
-"""What only the owner of the cluster's key may order: to forget cached prefixes, record work, or change the role."""
+"""What only the owner of the cluster's key may order: to forget cached prefixes, record work, change the role, or what
+names of adapters mean."""
 
 from __future__ import annotations
 
@@ -6,11 +7,13 @@ import asyncio
 import time
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from pd_cluster.errors import EngineUnavailable, InvalidRequest, NotAuthorized, OrderVersion
 from pd_cluster.protocol.messages import ResetCache, StartProfile, StopProfile
 from pd_connectors.protocol.errors import HandoffError, ProtocolMismatch
 from pd_connectors.protocol.ticket import ORDER_HEADER, ROLE_ACTION, NodeOrder, verify
-from pd_http.endpoints import NODE_ACTIONS
+from pd_http.endpoints import LOAD_PATH, NODE_ACTIONS
 from pd_http.reply import json_response
 
 if TYPE_CHECKING:
@@ -37,7 +40,8 @@ def order_handlers(state: NodeState) -> dict[str, Handler]:
             profiling.obey(action)
         return json_response({"success": True})
 
-    return {**dict.fromkeys(NODE_ACTIONS.values(), obey), "role": _change_role}
+    adapters = dict.fromkeys(("load_adapter", "unload_adapter"), _obey_about_adapter)
+    return {**dict.fromkeys(NODE_ACTIONS.values(), obey), **adapters, "role": _change_role}
 
 
 async def _change_role(state: NodeState, request: Request) -> Response:
@@ -47,6 +51,23 @@ async def _change_role(state: NodeState, request: Request) -> Response:
         raise EngineUnavailable("this node is shutting down")
     state.role.change(order.role)
     return json_response(state.role.report())
+
+
+async def _obey_about_adapter(state: NodeState, request: Request) -> Response:
+    """All that is obeyed is inside the signed order; the body is not read."""
+    is_load = request.url.path == LOAD_PATH
+    order = check_order(state, request.headers.get(ORDER_HEADER, ""), "load_adapter" if is_load else "unload_adapter")
+    record, adapters = order.adapter, state.adapters
+    if record is None or record.stamp <= 0 or (record.is_live and not is_load):
+        raise InvalidRequest("the order names no adapter with a stamp: ask the router")
+    _ = state.ready
+    if state.draining:
+        raise EngineUnavailable("this node is shutting down")
+    if order.step == "drop":
+        adapters.drop(record)
+    else:
+        record = await (adapters.prepare if order.step == "prepare" else adapters.hold)(record)
+    return json_response({"success": True, "adapter": msgspec.structs.asdict(record)})
 
 
 def check_order(state: NodeState, signed: str, action: str) -> NodeOrder:

@@ -44,7 +44,7 @@ async def score(state: NodeState, caller: Caller, reply: CountedReply, raw: byte
     pairs = _pairs(_texts(body, "text_1", "queries"), _texts(body, "text_2", "documents"))
     reads = await _scores(state, caller, body, pairs)
     data = [{"object": "score", "index": index, "score": one} for index, one in enumerate(reads.results)]
-    answer = head(state, f"score-{body.request_id or body.rid or caller.request_id}")
+    answer = head(state, body, f"score-{body.request_id or body.rid or caller.request_id}")
     await reply.json(200, answer | {"data": data, "usage": reads.usage}, {"x-pd-prefill": state.node_id})
 
 
@@ -62,7 +62,7 @@ async def rerank(state: NodeState, caller: Caller, reply: CountedReply, raw: byt
     if body.return_documents is not False:
         results = [one | {"document": {"text": texts[one["index"]]}} for one in results]
     name = f"rerank-{body.request_id or body.rid or caller.request_id}"
-    answer = {"id": name, "model": state.model_name, "usage": reads.usage, "results": results}
+    answer = {"id": name, "model": state.name_for(body.model), "usage": reads.usage, "results": results}
     await reply.json(200, answer, {"x-pd-prefill": state.node_id})
 
 

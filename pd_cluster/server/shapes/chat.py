@@ -19,6 +19,7 @@ from pd_cluster.server.requests.answer_extras import more_fields
 from pd_cluster.server.requests.generation_ask import GenerationAsk
 from pd_cluster.server.requests.logprobs import chat_logprobs
 from pd_cluster.server.requests.prompt_scores import PromptAsk
+from pd_cluster.server.requests.prompt_space import space_of
 from pd_cluster.server.requests.prompt_steps import names_for
 from pd_cluster.server.requests.request_checks import decoded
 from pd_cluster.server.shapes.chunked_shape import ChunkedShape
@@ -59,7 +60,8 @@ def chat_ask(
     began_s = None if params is None or params.continuation is None else params.continuation.head.created
     template = state.tokenizer.chat_template
     is_named = not template.writes_time and (began_s is None or not template.writes_date)
-    names = names_for(state, body, raw) if is_named else None
+    space = space_of(state.adapters, body)
+    names = names_for(state, space, raw) if is_named else None
     max_model_len = state.ready.max_model_len
     tokenize = partial(
         state.tokenizer.encode_chat,
@@ -84,6 +86,7 @@ def chat_ask(
     )
     return GenerationAsk(
         body=body,
+        space=space,
         prompts=[tokenize],
         prompt_field="messages",
         form=partial(chat_grammar_source, body, use, state.tool_format, state.tokenizer, options),

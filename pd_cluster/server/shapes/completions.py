@@ -19,6 +19,7 @@ from pd_cluster.server.requests.generation_request import KvSource
 from pd_cluster.server.requests.logprobs import SHAPED_TOKENS, completion_logprobs, json_items
 from pd_cluster.server.requests.prompt_list import Prompt, prompt_list
 from pd_cluster.server.requests.prompt_scores import PromptAsk
+from pd_cluster.server.requests.prompt_space import space_of
 from pd_cluster.server.requests.prompt_steps import names_for
 from pd_cluster.server.shapes.chunked_shape import ChunkedShape
 from pd_cluster.server.text.text_offsets import TextOffsets
@@ -40,7 +41,8 @@ def completion_ask(state: NodeState, body: CompletionBody, raw: bytes) -> Genera
     """What `body`, which came as `raw`, asks for. Raises InvalidRequest."""
     max_model_len, vocab_size = state.ready.max_model_len, state.tokenizer.vocab_size
     prompts = prompts_of(body, vocab_size, max_model_len)
-    names = names_for(state, body, raw) if len(prompts) == 1 else None
+    space = space_of(state.adapters, body)
+    names = names_for(state, space, raw) if len(prompts) == 1 else None
 
     async def tokenize(prompt: Prompt) -> list[int]:
         if not isinstance(prompt, str):
@@ -71,6 +73,7 @@ def completion_ask(state: NodeState, body: CompletionBody, raw: bytes) -> Genera
     )
     return GenerationAsk(
         body=body,
+        space=space,
         prompts=[partial(tokenize, prompt) for prompt in prompts],
         prompt_field="prompt",
         form=partial(grammar_source, body),

@@ -74,7 +74,7 @@ def report_of(state: NodeState, streams: Sequence[GenerationStream]) -> NodeRepo
     """What the router is told about the request."""
     usage = usage_of(streams)
     return NodeReport(
-        model=state.model_name,
+        model=streams[0].request.space.name or state.model_name,
         num_prompt_tokens=usage["prompt_tokens"],
         num_cached_tokens=usage["prompt_tokens_details"]["cached_tokens"],
         num_output_tokens=usage["completion_tokens"],
@@ -144,7 +144,7 @@ async def extras_of(
     given = [None] * len(ask.echoes) if body.truncate_prompt_tokens is not None else ask.echoes
     return AnswerExtras(
         request_id=caller.request_id,
-        model=state.model_name,
+        model=ask.space.name or state.model_name,
         vocabulary=state.tokenizer,
         created=ask.known[0].created if ask.known else int(time.time()),
         body=body,

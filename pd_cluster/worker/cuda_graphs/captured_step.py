@@ -22,6 +22,7 @@ import torch
 
 from pd_cluster.models.forward_inputs import Tail
 from pd_cluster.worker.cuda_graphs.state_places import StateRoom
+from pd_kernels.lora import NO_SLOT, AdapterRows, most_tiles, tile_rows
 from pd_kernels.state import NONE, StatePlan
 from pd_kernels.values import StepOnDevice, leading_ones
 
@@ -56,6 +57,7 @@ class StepPlaces(NamedTuple):
     attention: Any  # MixedPlaces or None
     # None: there are no states. With decodes only [3, S]: source, slot, and slot for the state at the end of a piece
     states: Any = None  # else StatePlaces
+    adapters: tuple[Any, Any] | None = None  # [S] and [tiles, 3]: see AdapterRows; None: no row has one
 
 
 class MixedPlaces(NamedTuple):
@@ -111,6 +113,9 @@ class CapturedStep(Protocol):
     def states(self, places: StepPlaces) -> StatePlan | None:
         """Plan the states. The graph captures this."""
 
+    def adapters(self, places: StepPlaces) -> AdapterRows | None:
+        """The rows that have adapters; None: the size has none. The graph captures this."""
+
     def keep(self, logits: torch.Tensor, token_ids: torch.Tensor) -> ReplayOutputs:
         """Put the outputs where a replay leaves them, and return them there. The graph captures this."""
 
@@ -124,16 +129,21 @@ class DecodeStep:
     no_tiles: torch.Tensor  # int32 [2, 0]
     attentions: tuple[Replayable, ...]  # by KV group
     no_slot: int | None = None  # the slot of states that no sequence has; None: there are no states
+    num_tiles: int = 0  # of adapters
 
     @property
     def length(self) -> int:
-        return (6 + 3 * (self.no_slot is not None) + len(self.attentions)) * self.size.num_seqs
+        count = 6 + 3 * (self.no_slot is not None) + self.size.has_adapters + len(self.attentions)
+        return count * self.size.num_seqs + 3 * self.num_tiles
 
     def places(self, fields: Any) -> StepPlaces:
-        rows, after = fields.reshape(-1, self.size.num_seqs), 2 + len(self.attentions)
+        end, after, adapters = self.length - 3 * self.num_tiles, 2 + len(self.attentions), None
+        rows = fields[:end].reshape(-1, self.size.num_seqs)
+        if self.size.has_adapters:
+            rows, adapters = rows[1:], (rows[0], fields[end:].reshape(-1, 3))
         owners, temperatures, seeds, lengths = rows[-4:]
         states = None if self.no_slot is None else rows[after : after + 3]
-        return StepPlaces(rows[0], rows[1], rows[2:after], owners, temperatures, seeds, lengths, None, states)
+        return StepPlaces(rows[0], rows[1], rows[2:after], owners, temperatures, seeds, lengths, None, states, adapters)
 
     def pad(self, places: StepPlaces, padding_row: int, padding_slots: Ints) -> None:
         places.tokens[:] = padding_row + 1  # token 0 of the vocabulary
@@ -142,6 +152,8 @@ class DecodeStep:
         if places.states is not None:
             places.states[:] = NONE
             places.states[1] = self.no_slot
+        if places.adapters is not None:
+            places.adapters[1][:, 0] = NO_SLOT
 
     def fill(
         self, places: StepPlaces, chunks: tuple[SequenceChunk, ...], samples: Samples, lens: Ints, ends: Ints
@@ -163,6 +175,12 @@ class DecodeStep:
         sources, slots, saves = places.states.to(torch.int32).unbind()
         starts, positions = self.query_starts, places.positions.to(torch.int32)
         return StatePlan(sources, slots, starts, positions, saves, starts, is_decode=True)
+
+    def adapters(self, places: StepPlaces) -> AdapterRows | None:
+        if places.adapters is None:
+            return None
+        order, tiles = (part.to(torch.int32) for part in places.adapters)
+        return AdapterRows(order, tiles, tile_rows(self.size.num_seqs))
 
     def keep(self, logits: torch.Tensor, token_ids: torch.Tensor) -> ReplayOutputs:
         return ReplayOutputs(logits, token_ids)
@@ -256,6 +274,9 @@ class MixedStep:
         """The plan of the states; None: there are none."""
         return None if self.room is None else self.room.plan(places.states, places.attention.query_starts)
 
+    def adapters(self, places: StepPlaces) -> None:
+        """There are none."""
+
     def keep(self, logits: torch.Tensor, token_ids: torch.Tensor) -> ReplayOutputs:
         self.outputs.logits.copy_(logits)
         self.outputs.token_ids.copy_(token_ids)
@@ -274,7 +295,7 @@ def make_captured_steps(
     `no_slot`: of states, no sequence's; None: the model has no states. With states no step has drafts, because a wrong
     one would stay in the state. Steps with decodes only come first. Of each kind the largest step comes first.
     """
-    decodes = sorted((size for size in sizes if size.is_plain), key=lambda size: -size.num_seqs)
+    decodes = sorted((size for size in sizes if size.is_plain), key=lambda size: (-size.num_seqs, size.has_adapters))
     mixed = sorted(
         (size for size in sizes if not size.is_plain and (no_slot is None or not size.has_drafts)),
         key=lambda size: (-size.num_tokens, -size.num_seqs, size.is_far),
@@ -292,7 +313,9 @@ def _decode_steps(
     query_starts = torch.arange(most + 1, dtype=torch.int32, device=model.device)
     no_tiles = query_starts.new_empty(2, 0)
     for size, replayables in _captured(sizes, attentions):
-        yield DecodeStep(size, query_starts[: size.num_seqs + 1], no_tiles, replayables, no_slot)
+        slots = model.adapters.num_slots if size.has_adapters and model.adapters is not None else 0
+        tiles = most_tiles(size.num_seqs, slots) if slots else 0
+        yield DecodeStep(size, query_starts[: size.num_seqs + 1], no_tiles, replayables, no_slot, tiles)
 
 
 def _mixed_steps(

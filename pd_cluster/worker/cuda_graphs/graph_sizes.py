@@ -29,27 +29,32 @@ class GraphSizes:
     def __init__(self, sizes: Iterable[StepSize]) -> None:
         """`sizes`: the sizes that every rank has captured."""
         self.sizes = tuple(sizes)
-        self._decodes = sorted((size for size in self.sizes if size.is_plain), key=lambda size: size.num_seqs)
+        decodes = sorted((size for size in self.sizes if size.is_plain), key=lambda size: size.num_seqs)
+        self._decodes = [[size for size in decodes if size.has_adapters == one] for one in (False, True)]
         self._drafts = sorted((size for size in self.sizes if size.has_drafts), key=lambda size: size.num_tokens)
         self._steps = [size for size in self.sizes if size.num_chunks]
 
-    def choose(self, chunks: tuple[SequenceChunk, ...]) -> StepSize | None:
+    def choose(self, chunks: tuple[SequenceChunk, ...], *, has_adapters: bool = False) -> StepSize | None:
         """The smallest size that serves a step of these chunks; None: launch the step without a graph.
 
         Steps with decodes only prefer a size for decodes only, with drafts or without. None also when all sizes are far
-        too large, as for many chunks of few tokens, or when no memory was left for smaller sizes.
+        too large, as for many chunks of few tokens, or when no memory was left for smaller sizes. Steps of which some
+        rows have adapters (`has_adapters`) have sizes for decodes only.
         """
         if not chunks or not self.sizes:
             return None
-        return self._choose_decodes(chunks) or self._choose_drafts(chunks) or self._choose_step(chunks)
+        decodes = self._choose_decodes(chunks, self._decodes[has_adapters])
+        if decodes is not None or has_adapters:
+            return decodes
+        return self._choose_drafts(chunks) or self._choose_step(chunks)
 
-    def _choose_decodes(self, chunks: tuple[SequenceChunk, ...]) -> StepSize | None:
-        if not self._decodes or len(chunks) > self._decodes[-1].num_seqs:
+    def _choose_decodes(self, chunks: tuple[SequenceChunk, ...], sizes: list[StepSize]) -> StepSize | None:
+        if not sizes or len(chunks) > sizes[-1].num_seqs:
             return None
         for chunk in reversed(chunks):  # chunks of several tokens come last
             if chunk.num_tokens != 1 or chunk.num_samples != 1 or chunk.reads:
                 return None
-        return next(size for size in self._decodes if size.num_seqs >= len(chunks))
+        return next(size for size in sizes if size.num_seqs >= len(chunks))
 
     def _choose_drafts(self, chunks: tuple[SequenceChunk, ...]) -> StepSize | None:
         if not chunks[-1].drafts:  # prompts come last
@@ -88,9 +93,9 @@ class GraphSizes:
         )
 
 
-def decode_sizes(limit: int) -> list[StepSize]:
+def decode_sizes(limit: int, *, has_adapters: bool = False) -> list[StepSize]:
     """Sizes of steps with decodes only, one for each of `bucket_sizes`."""
-    return [StepSize(size, size, 0, has_decodes=True) for size in bucket_sizes(limit)]
+    return [StepSize(size, size, 0, has_decodes=True, has_adapters=has_adapters) for size in bucket_sizes(limit)]
 
 
 def draft_sizes(limit: int, max_seqs: int) -> list[StepSize]:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 GRAPH_BYTES = 1.0e9  # memory of captured steps besides the logits: 0.8 GB were measured (8B, 0.6B)
 DRAFT_GRAPH_BYTES = 0.3e9  # and of those with drafts
+ADAPTER_GRAPH_BYTES = 0.5e9  # and of decodes with adapters, by estimate
 # And of those with prompts of models with states: triangles of 158 pieces, of 48 heads, are 132 MB, and a layer has
 # more launches. By calculation
 STATE_GRAPH_BYTES = 0.5e9
@@ -64,15 +65,27 @@ def captures_steps(limits: SchedulerConfig, attentions: Sequence[GroupAttention]
     return is_wanted and all(attention.captured(smallest) is not None for attention in attentions)
 
 
-def captured_bytes(limits: SchedulerConfig, bytes_per_row: int, *, has_drafts: bool, has_states: bool = False) -> float:
+def captured_bytes(
+    limits: SchedulerConfig,
+    bytes_per_row: int,
+    *,
+    has_drafts: bool,
+    has_states: bool = False,
+    has_adapters: bool = False,
+) -> float:
     """The most bytes that captured steps take. `bytes_per_row`: bytes of one row of logits.
 
     Each decode graph keeps its own logits. Graphs of steps with prompts compute their logits in one shared tensor and
     leave them in another. Draws share a copy in float32, which takes as much as two in bfloat16.
     """
     most_rows = limits.most_captured_rows if has_drafts else limits.max_num_seqs
-    num_rows = sum(bucket_sizes(_max_decodes(limits))) + 4 * most_rows
-    kept = GRAPH_BYTES + DRAFT_GRAPH_BYTES * has_drafts + STATE_GRAPH_BYTES * has_states
+    num_rows = sum(bucket_sizes(_max_decodes(limits))) * (1 + has_adapters) + 4 * most_rows
+    kept = (
+        GRAPH_BYTES
+        + ADAPTER_GRAPH_BYTES * has_adapters
+        + DRAFT_GRAPH_BYTES * has_drafts
+        + STATE_GRAPH_BYTES * has_states
+    )
     return kept + num_rows * bytes_per_row
 
 
@@ -109,7 +122,9 @@ def capture_steps(
     recorder = CudaRecorder(model.device, agree)
     most_rows = min(limits.most_captured_rows, limits.max_num_batched_tokens)
     drafts = draft_sizes(most_rows, limits.max_num_seqs) if has_drafts else []
-    graphs.capture([*decode_sizes(_max_decodes(limits)), *drafts, *mixed], recorder, progress)
+    most, has_adapters = _max_decodes(limits), model.adapters is not None
+    adapted = decode_sizes(most, has_adapters=True) if has_adapters else []
+    graphs.capture([*decode_sizes(most), *adapted, *drafts, *mixed], recorder, progress)
     if agree is None:
         draws.capture(graphs.logits, recorder, progress)
 

@@ -138,6 +138,8 @@ class StepGraphs:
         rows, places = self._rows, step.places(self._host_buffer.first(step.length))
         token_ids = rows.token_choices.index_select(0, places.tokens)
         plans, tail = step.plan(places, self._block_tables)
+        if self._model.adapters is not None:
+            self._model.adapters.rows = step.adapters(places)
         inputs = ForwardInputs(
             token_ids, places.positions, places.slots.unbind(), plans, tail, states=step.states(places)
         )

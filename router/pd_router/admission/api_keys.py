@@ -35,6 +35,7 @@ class ApiKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     concurrency: int = 0  # requests under way at once
     weight: float = 1.0  # share of the nodes, beside other keys that wait
     priority: int = 0  # of the nodes' queues, lower is served first; a request may only ask for a higher number
+    adapters: tuple[str, ...] | None = None  # names that it may use; None: all
     salt: str | None = None  # keys with equal ones share cached prefixes. None: the name
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
+from pd_http.errors import ModelNotFound
 from pd_router.admission.fair_queue import FairQueue, Turn
 from pd_router.admission.key_limits import KeyLimits, whole_seconds
 from pd_router.admission.node_room import MORE_SLOTS, RESERVE, NodeRoom
@@ -87,6 +88,7 @@ class KeyAdmission:
         self.clock = table.clock
         self.queue: FairQueue[AdmittedRequest] = FairQueue(lambda turn: turn.item.limits.has_place)
         self.room = NodeRoom(table)
+        self._table = table
         self._max_queue = config.max_queue
         self._max_queue_bytes = config.max_queue_bytes
         self._max_queue_s = config.max_queue_s
@@ -131,8 +133,9 @@ class KeyAdmission:
     def shape(self, limits: KeyLimits, body: RequestBody) -> None:
         """Set the fields that a key decides: the salt of its tenant, and its priority at nodes.
 
-        Raises InvalidRequest if the client gave one in another type.
+        Raises InvalidRequest if the client gave one in another type, ModelNotFound for another tenant's adapter.
         """
+        self.check_model(limits.key, body.model)
         if "cache_salt" not in body and "priority" not in body:
             body.update(limits.fields)
             return
@@ -140,6 +143,11 @@ class KeyAdmission:
         priority = max(limits.key.priority, body.checked("priority", int) or 0)
         body.put("cache_salt", salt or None)
         body.put("priority", priority or None)
+
+    def check_model(self, key: ApiKey, model: str | None) -> None:
+        """Raises ModelNotFound for an adapter that the key may not use, as for one that there is not."""
+        if model and key.adapters is not None and model not in key.adapters and self._table.is_adapter(model):
+            raise ModelNotFound(f"no node serves the model {model!r}", param="model")
 
     def let_relay(self, headers: HeaderList, content: bytes) -> None:
         """Admit a small call that is no generation. One without `content` counts as none.

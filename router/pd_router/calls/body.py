@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from pd_connectors.protocol.cache_space import cache_space
 from pd_connectors.protocol.text_chain import (
     AS_ALWAYS,
     MAX_CHAIN_BYTES,
@@ -187,10 +188,10 @@ class RequestBody:
         """Whether the prompt's text is short enough for a chain."""
         return self.num_bytes <= MAX_CHAIN_BYTES or is_short(self._fields)
 
-    def text_chain(self, key: bytes, last_turn: LastTurn = AS_ALWAYS) -> tuple[int, ...]:
+    def text_chain(self, key: bytes, last_turn: LastTurn = AS_ALWAYS, adapter: str = "") -> tuple[int, ...]:
         """The names of the prompt's text, as nodes publish them. Empty: it has none.
 
-        `key`: of the cluster's chains. `last_turn`: of the nodes' chat template.
+        `key`: of the cluster's chains. `last_turn`: of the nodes' chat template. `adapter`: digest.
         """
         if not self.has_chain:
             return ()
@@ -198,7 +199,8 @@ class RequestBody:
             read = read_canonical(self._dialect.to_chat(self._fields).fields, last_turn)
         except PdError:  # the node judges
             return ()
-        return () if read is None else step_hashes(key, self.get("cache_salt", str) or "", read.text, read.starts)
+        space = cache_space(adapter, self.get("cache_salt", str) or "")
+        return () if read is None else step_hashes(key, space, read.text, read.starts)
 
     def plain(self) -> bytes:
         """The body for a node that prefills and decodes: the client's fields, without any handoff."""

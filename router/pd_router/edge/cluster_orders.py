@@ -35,14 +35,7 @@ class ClusterOrders:
     async def give(self, request: Request) -> Response:
         """200 when every node that is reachable obeys. Raises NoNode, NodeFailed, and errors about the order."""
         path = request.url.path
-        if self._s.config.admin_endpoints == "signed":
-            order = self._posted.read(request.headers.get(ORDER_HEADER), NODE_ACTIONS[path])
-            if order.node != ALL_NODES:
-                raise InvalidRequest(f"the order names node {order.node!r}, the request goes to all: {ALL_NODES!r}")
-        else:
-            self._check_origin(request)
-            if self._s.admission is not None:
-                self._s.admission.find(request.headers.raw)
+        self.allowed(request, NODE_ACTIONS[path])
         nodes = [node for node in self._s.table.nodes if node.reachable]
         if not nodes:
             raise NoNode("no node is reachable; try again later")
@@ -56,6 +49,18 @@ class ClusterOrders:
         if refusals:
             raise NodeFailed(f"not every node obeyed: {_reasons(answers)}")
         return json_response({"success": True, "nodes": answers})
+
+    def allowed(self, request: Request, action: str) -> NodeOrder | None:
+        """The signed order to all nodes; None where --admin-endpoints lets clients order. Raises PdError."""
+        if self._s.config.admin_endpoints == "signed":
+            order = self._posted.read(request.headers.get(ORDER_HEADER), action)
+            if order.node != ALL_NODES:
+                raise InvalidRequest(f"the order names node {order.node!r}, the request goes to all: {ALL_NODES!r}")
+            return order
+        self._check_origin(request)
+        if self._s.admission is not None:
+            self._s.admission.find(request.headers.raw)
+        return None
 
     def _check_origin(self, request: Request) -> None:
         """Raises NotAuthorized for an unsigned order of a web page from an origin that is not allowed.

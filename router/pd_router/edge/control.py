@@ -26,7 +26,7 @@ from pd_router.nodes.upstream import Answer, LegFailed, Refused
 from pd_router.requests.liveness_guard import LivenessGuard
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
 
     from starlette.requests import Request
     from starlette.types import Receive, Scope, Send
@@ -113,20 +113,25 @@ class Relay:
         Raises ClientGone, PdError.
         """
         admission = self._s.admission
-        if admission is not None:
-            admission.find(scope["headers"])  # before the body is read
+        key = None if admission is None else admission.find(scope["headers"]).key  # before the body is read
         raw = await read_body(scope, receive, self._s.longest_body)
         share.grow(len(raw))
         if admission is not None:
             admission.let_relay(scope["headers"], raw)
         await self._s.turns.take(len(raw))
         name = scope["path_params"].get("name")
+        if name is not None and admission is not None and key is not None:
+            admission.check_model(key, name)
         if name is not None:  # looked up in a node's list: a client's text never becomes part of a node's URL
             answer = _card(await self._ask(scope, "/v1/models", request_id, name, None), name)
         else:
             body = RequestBody(raw, reply.dialect) if scope["method"] == "POST" else None
             model = body.model if body is not None else None
+            if admission is not None and key is not None:
+                admission.check_model(key, model)
             answer = self._rewrite(await self._ask(scope, scope["path"], request_id, model, body))
+            if key is not None and key.adapters is not None and scope["path"] == "/v1/models":
+                answer = _own(answer, key.adapters)
         share.grow(len(answer.body))
         length = (b"content-length", b"%d" % len(answer.body))
         await reply.start(answer.status, [*rules.answered(answer.headers), length])
@@ -168,6 +173,18 @@ class Relay:
             return await self._s.upstream.post_whole(node, path, headers, body.plain(), timeout_s)
         except Refused as refusal:
             return refusal.answer
+
+
+def _own(listing: Answer, adapters: Collection[str]) -> Answer:
+    """The list without the adapters that a key may not use. Raises NodeFailed."""
+    if listing.status != 200:
+        return listing
+    try:
+        told = orjson.loads(listing.body)
+        told["data"] = [one for one in told["data"] if one.get("parent") is None or one["id"] in adapters]
+    except (orjson.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+        raise NodeFailed("a node gave no list of its models") from error
+    return Answer(200, listing.headers, orjson.dumps(told))
 
 
 def _card(listing: Answer, name: str) -> Answer:

@@ -37,7 +37,7 @@ def router_document(served: Iterable[Endpoint], is_open: bool, of_node: Answer) 
     paths: dict[str, Any] = {}
     for one in sorted(served, key=lambda one: (one.template, one.method)):
         described = known.get(one.template, {}).get(one.method.lower()) or _own(one)
-        if one.kind is Kind.ORDER and is_open:
+        if one.kind in (Kind.ORDER, Kind.ADAPTER) and is_open:
             described.pop("parameters", None)
         if one.kind not in (Kind.OWN, Kind.ROUTER):  # those ask no node
             described["responses"] |= {"502": _failure("no node could answer"), "503": _failure("no node is healthy")}

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from pd_connectors.protocol.feed import FeedMessage, NodeLoad
-    from pd_router.nodes.node_table import Node
+    from pd_router.nodes.node_table import Node, NodeTable
     from pd_router.nodes.prefix_index import PrefixIndex
 
 LEAST_TOKEN_S = 1e-12  # a measured time that is shorter is none; its inverse must be a number
@@ -27,10 +27,12 @@ class FeedLost(Exception):
 class NodeFeed:
     """Takes the messages of one node's feed, connection after connection."""
 
-    def __init__(self, index: PrefixIndex[Node], node: Node) -> None:
+    def __init__(self, index: PrefixIndex[Node], node: Node, table: NodeTable | None = None) -> None:
+        """`table`: gets what the node says of adapters."""
         self._view = node.view
         self._index = index
         self._node = node
+        self._table = table
         self._number: int | None = None  # of the last message of this connection; None: none has come
         self._epoch: int | None = None  # of the snapshot
 
@@ -57,6 +59,8 @@ class NodeFeed:
         self._view.receive(message.load, message.charges)
         if self._epoch == self._node.epoch:  # else /health will tell of the restart, and the role
             self._node.receive_role(message.role, message.role_changes)
+        if self._table is not None and (message.adapters or isinstance(message, FeedSnapshot)):
+            self._table.tell_adapters(self._node, message.adapters, is_whole=isinstance(message, FeedSnapshot))
         if isinstance(message, FeedDelta) and message.is_last:
             self._node.liveness.leaving_epoch = self._epoch
         yield from self._sweep()
@@ -66,6 +70,8 @@ class NodeFeed:
         """Forget what the node said, at once; the steps free its memory."""
         self._view.forget()
         self._index.forget(self._node)
+        if self._table is not None:
+            self._table.tell_adapters(self._node, None)
         return self._sweep()
 
     def _take_blocks(self, message: FeedMessage) -> Iterator[None]:

@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 from weakref import WeakValueDictionary
 
+from pd_connectors.protocol.adapters import LEVELS, ON_FILE
 from pd_http.body import longest_body
 from pd_http.errors import ModelNotFound
+from pd_router.nodes.adapter_table import AdapterTable
 from pd_router.nodes.answer_lengths import AnswerLengths
 from pd_router.nodes.ledger import ChargeLedger
 from pd_router.nodes.liveness import NodeLiveness
@@ -26,6 +28,7 @@ from pd_router.nodes.told_context import ToldContext
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+    from pd_connectors.protocol.adapters import AdapterState
     from pd_router.config import RouterConfig
 
 log = logging.getLogger("pd_router")
@@ -73,7 +76,10 @@ class Node:
     restarts: int = 0  # changes of epoch seen by this router
     down_since_s: float | None = None  # since when it is not reachable; None: it is reachable
     logged_down: str = ""  # the cause that the log gave last for its not being healthy; "": it is healthy, or new
-    models: frozenset[str] | None = None  # None: not known, so requests for any model may go there
+    models: frozenset[str] | None = None  # with adapters. None: not known, so requests for any model may go there
+    base_models: frozenset[str] | None = None  # without adapters
+    adapters: dict[str, AdapterState] | None = None  # by name, as its feed tells; None: it tells none
+    lora_slots: int = 0  # 0: it serves no adapters, or is of an older release
     max_model_len: int | None = None  # in tokens; None: /health does not name it
     num_slots: int | None = None  # sequences that run at once; None: /health does not name it
     kv_in_use: float = 0.0  # share of its KV cache by the last /health; 0: /health does not name it
@@ -151,6 +157,7 @@ class NodeTable:
         self.answers = AnswerLengths()
         self.contexts = ToldContext()
         self.prefixes: PrefixIndex[Node] = PrefixIndex()
+        self.adapters = AdapterTable()
         self.router_name = secrets.token_hex(8)  # of this process; a node tells routers apart by it
         self._charge_numbers = itertools.count(1)
         flags = ((Role.PREFILL, config.prefill), (Role.DECODE, config.decode), (Role.MIXED, config.mixed))
@@ -199,20 +206,50 @@ class NodeTable:
         if node.gone:  # a source names it again before its last request ended: of its state only the load is valid
             self._leaving.remove(node)
             node.gone = node.draining = node.reachable = node.polled = node.was_up = False
-            node.models = node.role_changes = node.drained_epoch = None
+            node.models = node.base_models = node.adapters = node.role_changes = node.drained_epoch = None
         self.changed.set()
 
     def source_of(self, node: Node) -> str | None:
         """The source that names the node; None: it is gone."""
         return None if node.gone else self._sources.get(node.url)
 
-    def set_models(self, node: Node, models: frozenset[str] | None) -> None:
-        """None: requests for any model may go to the node. Nodes with the same models count text alike."""
-        has_changed, node.models = models != node.models, models
+    def set_models(self, node: Node, models: frozenset[str] | None, adapters: frozenset[str] = frozenset()) -> None:
+        """None: requests for any model may go to the node. Nodes with the same models count text alike.
+
+        `adapters`: those of `models` that are adapters, of a node that tells none in a feed.
+        """
+        node.base_models = None if models is None else models - adapters
+        self._set_names(node, models)
+        if node.base_models is not None:
+            node.view.ratio = self.ratios.setdefault(node.base_models, TextRatio())
+
+    def tell_adapters(self, node: Node, states: Iterable[AdapterState] | None, *, is_whole: bool = False) -> None:
+        """Note what the node says of its adapters. `is_whole`: of all of them. None: it says nothing any more."""
+        if states is None:
+            node.adapters = None
+            return
+        node.adapters = {} if is_whole or node.adapters is None else node.adapters
+        for state in states:
+            node.adapters[state.record.name] = state
+            self.adapters.learn(state.record)
+        self._set_names(node, node.base_models)
+
+    def is_adapter(self, name: str) -> bool:
+        """Whether a node says so, or may have said so before its feed is read."""
+        listed = any(name in (node.models or ()) and name not in (node.base_models or ()) for node in self.nodes)
+        return listed or self.adapters.find(name) is not None
+
+    def having(self, adapter: str) -> dict[Node, AdapterState]:
+        """The nodes with the adapter of this name, and what each tells of it."""
+        found = ((node, (node.adapters or {}).get(adapter)) for node in self.nodes)
+        return {node: state for node, state in found if state is not None and state.record.is_live}
+
+    def _set_names(self, node: Node, names: frozenset[str] | None) -> None:
+        if names is not None and node.adapters is not None and node.base_models is not None:
+            names = node.base_models.union(name for name, one in node.adapters.items() if one.record.is_live)
+        has_changed, node.models = names != node.models, names
         if has_changed:
             self._forget_lengths()
-        if models is not None:
-            node.view.ratio = self.ratios.setdefault(models, TextRatio())
 
     def _forget_lengths(self) -> None:
         """Of models that no node serves any more: names come and go with adapters."""
@@ -226,7 +263,12 @@ class NodeTable:
     def healthy(self, roles: Iterable[Role], model: str | None) -> list[Node]:
         now_s = self.clock()
         wanted = tuple(roles)
-        return [n for n in self.nodes if n.role in wanted and n.is_healthy(now_s) and n.serves(model)]
+        is_adapter = self.adapters.find(model) is not None  # a node that names no models has none
+        return [
+            n
+            for n in self.nodes
+            if n.role in wanted and n.is_healthy(now_s) and n.serves(model) and not (is_adapter and n.models is None)
+        ]
 
     def known_name(self, model: str | None) -> str:
         """`model` if a node tells that it serves it, else "": metrics and logs take no other text of clients."""
@@ -311,7 +353,11 @@ class NodeTable:
             "epoch": node.epoch,
             "kv_version": node.kv_version,
             "models": None if node.models is None else sorted(node.models),
-        }
+            "adapters": {
+                name: {"digest": one.record.digest, "level": LEVELS[min(one.tier, ON_FILE)]}
+                for name, one in (node.adapters or {}).items() if one.record.is_live
+            },
+        }  # fmt: skip
 
     def _describe_load(self, node: Node) -> dict[str, object]:
         """What this router takes for the node's load: with all routers' requests while `feed` is "live".

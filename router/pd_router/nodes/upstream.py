@@ -8,7 +8,7 @@ from math import inf
 from typing import TYPE_CHECKING
 
 from pd_connectors.protocol.clock import patiently
-from pd_http.errors import ENGINE_DIED, FINAL_CODES
+from pd_http.errors import ABSENT_CODES, ENGINE_DIED, FINAL_CODES
 from pd_http.node_answers import FailureKind, code_of, has_lost_requests, object_in
 from pd_http.refusal import Refusal
 from pd_router.nodes.connection_pool import ConnectionPool, NoConnection
@@ -109,7 +109,8 @@ class Upstream:
     async def post(
         self, node: Node, path: str, headers: Mapping[str, str], body: bytes, first_byte_s: float
     ) -> NodeExchange:
-        """The answer, once its head is there; the caller closes it. Raises LegFailed (429 and 5xx too), Refused (4xx).
+        """The answer, once its head is there; the caller closes it. Raises Refused (4xx), and LegFailed, also for 429,
+        5xx and a model that the node does not serve now.
 
         A connection that ends at once without an answer is tried once more if the node is alive: the node may just have
         closed a kept-alive connection. If the node is not alive, the request may have killed it.
@@ -130,7 +131,7 @@ class Upstream:
             exchange.close()
         if status >= 500 and code_of(answer.body) == ENGINE_DIED:
             raise LegFailed(node, FailureKind.DIED, "its engine died", answer)
-        if status == 429 or status >= 500:
+        if status == 429 or status >= 500 or code_of(answer.body) in ABSENT_CODES:
             raise LegFailed(node, FailureKind.REFUSED, f"status {status}", answer)
         raise Refused(answer)
 

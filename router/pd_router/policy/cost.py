@@ -73,8 +73,9 @@ class Costs:
     """
 
     __slots__ = (
-        "_best_decoding", "_best_reading", "_cached", "_context", "_decodes", "_lower", "_now_s", "_num_sequences",
-        "_num_steps", "_num_units", "_prefills", "_prompt", "_ratio", "_reported_s", "_usual_s", "is_far",
+        "_best_decoding", "_best_reading", "_cached", "_context", "_decodes", "_loads", "_lower", "_now_s",
+        "_num_sequences", "_num_steps", "_num_units", "_prefills", "_prompt", "_ratio", "_reported_s", "_usual_s",
+        "is_far",
     )  # fmt: skip
 
     def __init__(
@@ -88,7 +89,7 @@ class Costs:
         self._num_steps = STREAM_WEIGHT * prompt.num_output * prompt.num_sequences  # of all sequences of the answer
         self._context = prompt.num_output / 2 + (prompt.context_at(decodes[0]) if decodes else 0.0)  # of one of them
         self.is_far = self._context >= FAR
-        self._cached, self._lower = prompt.cached, prompt.lower
+        self._cached, self._lower, self._loads = prompt.cached, prompt.lower, prompt.loads
         self._prefills, self._decodes = prefills, decodes
         self._now_s = now_s
         self._usual_s: float | None = None
@@ -162,6 +163,8 @@ class Costs:
                 answer_s += self._room_s(node)
             moved_s = TRANSFER_S * (tokens if tokens < CHUNK_TOKENS else CHUNK_TOKENS)
             handing_over_s = HANDOVER_S + moved_s + STREAM_SHARE * queue_s + answer_s
+            if self._loads:  # of its adapter, which a decode node loads in this time or waits for
+                handing_over_s += self._loads.get(node, 0.0)
             share, end = STREAM_SHARE, cached + tokens
             if end > FAR:
                 share += (FAR_SHARE - STREAM_SHARE) * min(1.0, (end**2 - FAR**2) / (end**2 - cached**2))
@@ -173,7 +176,7 @@ class Costs:
         """Each node with the prompt's tokens that it has cached, those to compute, the seconds before these, and for
         these, with what it has to load first."""
         sums = self._computing(nodes, best)
-        if not self._lower:
+        if not self._lower and not self._loads:
             return sums
         return (
             (node, cached, tokens, queue_s, own_s + self._loading_s(node))
@@ -181,12 +184,12 @@ class Costs:
         )
 
     def _loading_s(self, node: Node) -> float:
-        """For the cached tokens that are not on the device: by the node's word, and never more than to compute them,
-        which is what a node does that cannot load them sooner."""
+        """For the adapter, and for the cached tokens that are not on the device: by the node's word, and never more
+        than to compute them, which is what a node does that cannot load them sooner."""
         num_tokens, (token_s, key_s), load = self._lower.get(node, 0), self._pace(node), node.view.load
         computing_s = num_tokens * (token_s + (self._cached.get(node, 0) - num_tokens / 2) * key_s)
         loading_s = 0.0 if load is None else num_tokens * load.host_token_s
-        return loading_s if 0.0 < loading_s < computing_s else computing_s
+        return self._loads.get(node, 0.0) + (loading_s if 0.0 < loading_s < computing_s else computing_s)
 
     def _computing(self, nodes: Iterable[Node], best: _BestPace) -> Iterator[tuple[Node, int, float, float, float]]:
         """`_sums` without loads. One loop: for 100 nodes, calls would cost half as much as the sums."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from pd_router.nodes.adapter_table import load_s
 from pd_router.nodes.answer_lengths import USUAL_OUTPUT
 from pd_router.nodes.ledger import NodeWork
 from pd_router.nodes.node_table import Node
@@ -29,6 +30,7 @@ class PromptFacts(msgspec.Struct, frozen=True):
     most_output: float = inf  # that the client allows each
     num_tokens: int = 0  # of a prompt of token ids, which the router counts; 0: estimated from the bytes
     lower: Mapping[Node, int] = {}  # of `cached`, what the device lacks; nodes that lack nothing are absent
+    loads: Mapping[Node, float] = {}  # seconds until its adapter can be used; nodes that have it ready are absent
 
     def tokens_at(self, node: Node) -> float:
         """Tokens of the prompt, estimated unless they were counted."""
@@ -65,7 +67,10 @@ def prompt_facts(body: RequestBody, table: NodeTable, key: bytes) -> PromptFacts
     """
     shows_logprobs = body.wants_prompt_logprobs
     has_use = len(table.prefixes) and not shows_logprobs
-    chains = [body.text_chain(key, last_turn) for last_turn in table.prefixes.last_turns] if has_use else []
+    having = {} if table.adapters.find(body.model) is None else table.having(body.model or "")  # the adapter
+    digests = {state.record.digest for state in having.values()} or {""}
+    turns = table.prefixes.last_turns if has_use else ()
+    chains = [body.text_chain(key, last_turn, digest) for last_turn in turns for digest in digests]
     cached = _longest(table.prefixes.hits(chain) for chain in chains)
     lower: dict[Node, int] = {}
     if cached and table.prefixes.num_lower:
@@ -76,7 +81,8 @@ def prompt_facts(body: RequestBody, table: NodeTable, key: bytes) -> PromptFacts
     if most < num_output:
         num_output = max(1.0, most)
     return PromptFacts(
-        body.prompt_bytes, body.num_samples, several, shows_logprobs, cached, num_output, most, num_tokens, lower
+        body.prompt_bytes, body.num_samples, several, shows_logprobs, cached, num_output, most, num_tokens, lower,
+        {node: s for node, state in having.items() if (s := load_s(state))},
     )  # fmt: skip
 
 

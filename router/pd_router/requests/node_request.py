@@ -12,8 +12,8 @@ import msgspec
 import orjson
 
 from pd_connectors.protocol.feed import CHARGE_HEADER
-from pd_http.errors import NodesDied, PdError
-from pd_http.node_answers import FailureKind, usage_in
+from pd_http.errors import ABSENT_CODES, ModelNotFound, NodesDied, PdError
+from pd_http.node_answers import FailureKind, code_of, usage_in
 from pd_http.reply import JSON_TYPE
 from pd_router.calls.headers import ROUTE, Headers
 from pd_router.config import HandoffOrder
@@ -231,7 +231,7 @@ class NodeRequest(ABC):
     async def _give_up(self, last: LegFailed | None, none_left: str) -> None:
         """Give the client the last node's own error. `none_left`: the error if no node was asked.
 
-        Raises NoNode, NodesDied; NodeFailed if that node reported none.
+        Raises NoNode, NodesDied, ModelNotFound; NodeFailed if that node reported none.
         """
         if last is None or last.kind is FailureKind.OWN:
             raise NoNode(none_left if last is None else f"no node could be asked; the last one: {last}")
@@ -239,6 +239,8 @@ class NodeRequest(ABC):
             raise NodesDied(f"nodes died while they served this request, by the answer of {last.node.node_id}")
         if last.answer is None:
             raise NodeFailed(f"no node could serve the request; the last one: {last}")
+        if code_of(last.answer.body) in ABSENT_CODES:
+            raise ModelNotFound(f"no node serves the model {self._body.model!r} now", param="model")
         self.outcome = "failed"
         await self._pass_on(last.answer, last.answer.status if last.answer.status in (429, 503, 504, 529) else 502)
 
@@ -268,4 +270,6 @@ def may_be_tried_again(failure: LegFailed) -> bool:
     """False if the node says that no retry can succeed, or if the request's time is up."""
     if failure.kind is FailureKind.TIMEOUT or failure.is_final:
         return False
-    return failure.answer is None or failure.kind is FailureKind.DIED or failure.answer.status in _RETRYABLE
+    if failure.answer is None or failure.kind is FailureKind.DIED:
+        return True
+    return failure.answer.status in _RETRYABLE or code_of(failure.answer.body) in ABSENT_CODES

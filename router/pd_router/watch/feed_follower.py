@@ -68,7 +68,7 @@ class FeedFollower:
         loop = asyncio.get_running_loop()
         retry_s = FIRST_RETRY_S
         place = f"{self._table.router_name}.{next(self._places)}"
-        with _Following(NodeFeed(self._table.prefixes, node), node, place) as following:
+        with _Following(NodeFeed(self._table.prefixes, node, self._table), node, place) as following:
             while True:
                 begun_s, wait_s = loop.time(), None
                 if node.reachable:  # else its id is not known, for which the order is signed

@@ -137,6 +137,8 @@ class HealthPoller:
         node.epoch = epoch if isinstance(epoch, int) else None
         num_slots = report.get("max_num_seqs")
         node.num_slots = num_slots if isinstance(num_slots, int) else None
+        lora_slots = report.get("lora_slots")
+        node.lora_slots = lora_slots if isinstance(lora_slots, int) else 0
         max_model_len = report.get("max_model_len")
         is_length = isinstance(max_model_len, int) and max_model_len > 0
         self._table.set_length(node, max_model_len if is_length else None)
@@ -154,11 +156,12 @@ class HealthPoller:
         try:
             answer = await self._upstream.get(node, "/v1/models", {}, self._models_timeout_s)
             listed = orjson.loads(answer.body)["data"] if answer.status == 200 else None
-            names = None if listed is None else (str(entry["id"]) for entry in listed[:MAX_MODELS])
-            models = None if names is None else frozenset(name for name in names if len(name) <= MAX_NAME_CHARS)
-            self._table.set_models(node, models)
-        except (LegFailed, orjson.JSONDecodeError, KeyError, TypeError) as error:
-            node.models = None
+            names = {str(entry["id"]): entry.get("parent") for entry in (listed or ())[:MAX_MODELS]}
+            names = {name: parent for name, parent in names.items() if len(name) <= MAX_NAME_CHARS}
+            adapters = frozenset(name for name, parent in names.items() if parent is not None)
+            self._table.set_models(node, None if listed is None else frozenset(names), adapters)
+        except (LegFailed, orjson.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+            node.models = node.base_models = None
             log.warning("node %s gave no list of its models: %s", node.node_id, error)
 
 

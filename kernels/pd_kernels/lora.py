@@ -1,0 +1,117 @@
+"""Adapters (LoRA) of a step's rows: what they are given as, and what adds them, in torch.
+
+A row with an adapter gets B A x more than the weight gives it. Rows are sorted by slot and cut into tiles of one slot.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from pd_kernels.values import HalfNormed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+
+    from pd_kernels.values import Ints
+
+RANK_STEP = 16  # a slot's matrices have a multiple of so many ranks, those after the adapter's own are 0
+FEW = 256  # rows of a step up to which tiles are small
+NO_SLOT = -1
+
+
+class AdapterRows(NamedTuple):
+    """The rows of a step that have adapters."""
+
+    order: torch.Tensor  # int32: rows, by slot
+    tiles: torch.Tensor  # int32 [n, 3]: slot, first place in `order`, and the one after the last; slot -1: no tile
+    most: int  # rows of a tile
+    tail: AdapterRows | None = None  # of the rows that sample, where only these are computed; None: none has an adapter
+
+    @classmethod
+    def of(cls, slots: Ints, sampled: Ints | None, move: Callable[[Ints], torch.Tensor]) -> AdapterRows | None:
+        """Those of a step; None: no row has an adapter. `slots`: of each token. `sampled`: tokens that sample."""
+        if (slots == NO_SLOT).all():
+            return None
+        order, tiles = (move(part.astype(np.int32)) for part in cut_tiles(slots, len(slots)))
+        tail = None if sampled is None else cls.of(slots[sampled], None, move)
+        return cls(order, tiles, tile_rows(len(slots)), tail)
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterMatrices:
+    """Those of one product [T, in] -> [T, out], in all slots. The product has up to three parts: runs of its outputs.
+
+    A slot with rank r has A [parts * r, in] from element `start * r` on, then B [out, r].
+    """
+
+    memory: torch.Tensor  # [slots, elements]
+    ranks: torch.Tensor  # int32 [slots]
+    max_rank: int
+    start: int
+    num_inputs: int
+    bounds: tuple[int, ...]  # of the parts: 0, the first row of the second, ..., out
+
+    @property
+    def num_parts(self) -> int:
+        return len(self.bounds) - 1
+
+    @property
+    def size(self) -> int:
+        """Elements for each rank."""
+        return self.num_parts * self.num_inputs + self.bounds[-1]
+
+    def of(self, memory: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """A [parts, rank, in] and B [out, rank] in the memory of one slot."""
+        start, middle = self.start * rank, (self.start + self.num_parts * self.num_inputs) * rank
+        a, b = memory[start:middle], memory[middle : (self.start + self.size) * rank]
+        return a.view(self.num_parts, rank, self.num_inputs), b.view(-1, rank)
+
+
+def tile_rows(num_rows: int) -> int:
+    """Rows of a tile in a step of so many rows."""
+    return 16 if num_rows <= FEW else 64
+
+
+def most_tiles(num_rows: int, num_slots: int) -> int:
+    """That a step may have."""
+    return min(num_rows, num_rows // tile_rows(num_rows) + num_slots)
+
+
+def cut_tiles(slots: Ints, num_rows: int) -> tuple[Ints, Ints]:
+    """The `order` and `tiles` of AdapterRows. `slots`: of each row, -1 without; `num_rows`: of the step."""
+    order = np.argsort(slots, kind="stable")
+    order = order[np.searchsorted(slots[order], 0) :]
+    used, starts = np.unique(slots[order], return_index=True)
+    most, ends = tile_rows(num_rows), [*starts[1:], len(order)]
+    tiles = [
+        (slot, first, min(first + most, end))
+        for slot, start, end in zip(used, starts, ends, strict=True)
+        for first in range(start, end, most)
+    ]
+    return order, np.array(tiles, np.int64).reshape(-1, 3)
+
+
+def shrink(x: torch.Tensor | HalfNormed, matrices: AdapterMatrices, rows: AdapterRows) -> torch.Tensor:
+    """A x of the rows that have an adapter, for `expand`. `x` [T, in]."""
+    x = x.normed() if isinstance(x, HalfNormed) else x
+    low = x.new_zeros(len(rows.order), matrices.num_parts, matrices.max_rank)
+    for slot, start, end in rows.tiles.tolist():
+        if slot != NO_SLOT:
+            a, _ = matrices.of(matrices.memory[slot], rank := int(matrices.ranks[slot]))
+            low[start:end, :, :rank] = (x[rows.order[start:end].long()] @ a.flatten(0, 1).T).view(-1, len(a), rank)
+    return low
+
+
+def expand(low: torch.Tensor, y: torch.Tensor, matrices: AdapterMatrices, rows: AdapterRows) -> None:
+    """Add B A x to `y` [T, out], in place. `low`: of `shrink`."""
+    for slot, start, end in rows.tiles.tolist():
+        if slot != NO_SLOT:
+            _, b = matrices.of(matrices.memory[slot], rank := int(matrices.ranks[slot]))
+            for part, (first, last) in enumerate(pairwise(matrices.bounds)):
+                y[rows.order[start:end].long(), first:last] += low[start:end, part, :rank] @ b[first:last].T

@@ -1,0 +1,131 @@
+"""The files of an adapter, read once: what its digest names is what is served.
+
+A second look at a path may find other content. So the header, the weights and the digest all come from one read.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import TYPE_CHECKING
+
+from pd_cluster.errors import BadAdapter
+from pd_cluster.models.checkpoint_files import LFS_HEAD
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+MAX_CONFIG_BYTES = 1 << 20
+READ_DEADLINE_S = 120.0  # for both files: a disk that gives 84 MB in this time gives less than 1 MB a second
+_PIECE_BYTES = 4 << 20  # between two looks at the clock: 4 ms of hashing
+_OTHERS = {  # files in place of the weights -> why they are not read
+    "adapter_model.bin": "a pickle, which can run any code: load the adapter with peft, and save_pretrained it again",
+    "adapter_model.safetensors.index.json": "an index of several files: save the adapter as one file",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterBytes:
+    """The content of an adapter's files."""
+
+    directory: Path  # for messages; it is not read again
+    config: bytearray
+    weights: bytearray
+    digest: str  # of all bytes, hexadecimal: the adapter's identity
+
+    @property
+    def weights_file(self) -> Path:
+        """For messages."""
+        return self.directory / WEIGHTS
+
+
+@dataclass(frozen=True, slots=True)
+class _OpenFile:
+    path: Path
+    descriptor: int
+    found: os.stat_result
+
+    @property
+    def has_changed(self) -> bool:
+        """Whether the file was written, or its path leads to another one, since it was opened."""
+        return any(_version(now) != _version(self.found) for now in (os.fstat(self.descriptor), self.path.stat()))
+
+
+def read_adapter(
+    directory: Path,
+    max_bytes: int,
+    clock: Callable[[], float] = time.monotonic,
+    deadline_s: float = READ_DEADLINE_S,
+) -> AdapterBytes:
+    """Read the adapter in `directory`, with weights of up to `max_bytes`.
+
+    Takes seconds from a slow disk: call it on a thread. Raises BadAdapter.
+    """
+    end_s, digest = clock() + deadline_s, blake2b(digest_size=16, person=b"pd-adapter")
+    try:
+        with ExitStack() as stack:
+            files = [_open(directory, name, most, stack) for name, most in _bounds(max_bytes)]
+            contents = list[bytearray]()
+            for file in files:
+                digest.update(f"{file.path.name} {file.found.st_size} ".encode())
+                contents.append(_read(file, digest.update, clock, end_s))
+            for file in files:
+                if file.has_changed:
+                    raise BadAdapter(f"{file.path} changed while it was read: load it when it is complete")
+    except OSError as error:
+        raise BadAdapter(f"cannot read the adapter {directory}: {error}") from error
+    config, weights = contents
+    if weights.startswith(LFS_HEAD):
+        raise BadAdapter(f"{directory / WEIGHTS} is a git-lfs pointer, not the file itself: run `git lfs pull` there")
+    return AdapterBytes(directory, config, weights, digest.hexdigest())
+
+
+def _bounds(max_bytes: int) -> tuple[tuple[str, int], tuple[str, int]]:
+    return (CONFIG, MAX_CONFIG_BYTES), (WEIGHTS, max_bytes)
+
+
+def _open(directory: Path, name: str, most: int, stack: ExitStack) -> _OpenFile:
+    path = directory / name
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # of a pipe: do not wait for a writer
+    except FileNotFoundError:
+        for other, why in _OTHERS.items() if name == WEIGHTS else ():
+            if (directory / other).exists():
+                raise BadAdapter(f"{directory / other} is {why}") from None
+        raise BadAdapter(f"{directory} has no {name}: is it a directory that peft saved?") from None
+    stack.callback(os.close, descriptor)
+    found = os.fstat(descriptor)
+    if not stat.S_ISREG(found.st_mode):
+        raise BadAdapter(f"{path} is not a regular file")
+    if found.st_size > most:
+        raise BadAdapter(f"{path} has {found.st_size} bytes, and {most} are allowed")
+    return _OpenFile(path, descriptor, found)
+
+
+def _read(
+    file: _OpenFile, update: Callable[[memoryview], object], clock: Callable[[], float], end_s: float
+) -> bytearray:
+    """Raises OSError, and BadAdapter if the file has another length now, or the time is over."""
+    content, start = bytearray(file.found.st_size), 0
+    view = memoryview(content)
+    while start < len(content):
+        if clock() >= end_s:
+            raise BadAdapter(f"{file.path}: {start} of {len(content)} bytes were read in time: the disk is too slow")
+        num_bytes = os.readv(file.descriptor, [view[start : start + _PIECE_BYTES]])
+        if not num_bytes:
+            break
+        update(view[start : start + num_bytes])
+        start += num_bytes
+    if start < len(content) or os.read(file.descriptor, 1):
+        raise BadAdapter(f"{file.path} changed while it was read: load it when it is complete")
+    return content
+
+
+def _version(found: os.stat_result) -> tuple[int, ...]:
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns

@@ -1,0 +1,77 @@
+"""What the adapters of a step's rows add to a product."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
+
+import torch
+
+from pd_kernels.lora import FEW
+from pd_kernels.quantized import QuantizedRows, RowsTwice
+from pd_kernels.values import HalfNormed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from contextlib import AbstractContextManager
+
+    from pd_kernels.backends import Kernels
+    from pd_kernels.lora import AdapterMatrices, AdapterRows
+
+Inputs: TypeAlias = torch.Tensor | QuantizedRows | HalfNormed | RowsTwice
+
+
+class AdapterStep:
+    """The step that is launched."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self.rows: AdapterRows | None = None  # None: no row has an adapter
+
+    def side(self, num_rows: int) -> AbstractContextManager[object]:
+        """Work that runs beside what comes next, until `join`; before it where many rows fill the device.
+
+        It waits for all that came before, so the memory that it takes is free again when it takes it next time.
+        """
+        if self._stream is None or num_rows > FEW:
+            return nullcontext()
+        self._stream.wait_stream(torch.cuda.current_stream())
+        return torch.cuda.stream(self._stream)
+
+    def join(self, num_rows: int) -> None:
+        if self._stream is not None and num_rows <= FEW:
+            torch.cuda.current_stream().wait_stream(self._stream)
+
+
+@dataclass(frozen=True, slots=True)
+class LinearAdapters:
+    """What adapters add to one Linear."""
+
+    slots: AdapterStep
+    kernels: Kernels
+    matrices: AdapterMatrices
+
+    def _plain(self, x: Inputs) -> torch.Tensor | HalfNormed:
+        """Rows as the adapters read them: those that the weight reads."""
+        if isinstance(x, QuantizedRows):
+            return x.widened(self.matrices.memory.dtype)
+        return x.plain if isinstance(x, RowsTwice) else x
+
+    def run(self, x: Inputs, product: Callable[[], torch.Tensor], target: torch.Tensor | None = None) -> torch.Tensor:
+        """`product`, and what the adapters of this step's rows give for `x` added to it.
+
+        `target` [T, out]: they are added to this instead, which the product does not touch.
+        """
+        plain, rows, kernels = self._plain(x), self.slots.rows, self.kernels
+        assert rows is not None
+        num_rows = len(plain.x if isinstance(plain, HalfNormed) else plain)
+        with self.slots.side(num_rows):
+            low = kernels.shrink(plain, self.matrices, rows)
+            if target is not None:
+                kernels.expand(low, target, self.matrices, rows)
+        found = product()
+        self.slots.join(num_rows)
+        if target is None:
+            kernels.expand(low, found, self.matrices, rows)
+        return found

@@ -1,0 +1,103 @@
+"""A rank's adapters: read from files on a thread, kept in host memory, copied from there into slots of the device."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+import torch
+
+from pd_cluster.adapters.adapter_bytes import read_adapter
+from pd_cluster.adapters.adapter_spec import check_family, fit_adapter
+from pd_cluster.adapters.part_matrices import part_matrices
+from pd_cluster.adapters.refused_modules import SERVED_KINDS
+from pd_cluster.adapters.tensor_table import MAX_HEADER_BYTES
+from pd_cluster.errors import BadAdapter, StartupError
+from pd_cluster.models.decoder import Decoder
+from pd_cluster.models.model_share import ModelShare
+from pd_cluster.models.registry import build_model
+from pd_cluster.models.shard import Shard
+from pd_kernels.backends import TORCH
+from pd_kernels.lora import RANK_STEP
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from pd_cluster.config import LoraConfig
+    from pd_cluster.models.model import Model
+    from pd_cluster.models.reduce import Reduce
+    from pd_cluster.models.spec import ModelSpec
+
+
+def slots_size(config: LoraConfig, spec: ModelSpec, tp: int) -> int:
+    """Numbers in the slots of one rank, before there is a model. Raises StartupError."""
+    if not config.lora_slots:
+        return 0
+    _check(spec)
+    share = ModelShare(Shard(0, tp), cast("Reduce", object()) if tp > 1 else None)  # which nothing calls
+    model = build_model(spec, TORCH, 1, torch.float32, torch.device("meta"), share)
+    return AdapterStore(model, config).slots.memory.numel()
+
+
+def _check(spec: ModelSpec) -> None:
+    try:
+        check_family(spec)
+    except BadAdapter as error:
+        raise StartupError(f"--lora-slots: {error}") from error
+
+
+class AdapterStore:
+    """The engine says what is read, dropped and copied, and when: each rank does the same."""
+
+    def __init__(self, model: Model, config: LoraConfig) -> None:
+        """Take memory for the slots on the model's device. Raises StartupError."""
+        _check(model.spec)
+        assert isinstance(model, Decoder)
+        parts = {name: part for name, part in model.parts.items() if part.kind in SERVED_KINDS}
+        orders = {name: model.order_of(part) for name, part in parts.items()}
+        self._parts, self._max_rank = parts, config.max_lora_rank
+        self._orders = {name: order.cpu() for name, order in orders.items() if order is not None}
+        self._max_bytes = MAX_HEADER_BYTES + 8 + 4 * self._max_rank * sum(sum(part.shape) for part in parts.values())
+        self._held: dict[str, torch.Tensor] = {}  # by digest
+        self.slots = model.make_adapters(parts, config.lora_slots, config.max_lora_rank)
+
+    def begin(self, digest: str, path: str, told: Callable[[str, int], None]) -> None:
+        """Read an adapter on a thread, which calls `told` at the end: with why not, or with "" and the bytes it has."""
+        threading.Thread(target=self._run, args=(digest, path, told), name="adapter-read", daemon=True).start()
+
+    def drop(self, digest: str) -> None:
+        """Forget an adapter in host memory. Unknown ones are ignored."""
+        self._held.pop(digest, None)
+
+    def fill(self, adapters: Iterable[tuple[int, str]]) -> None:
+        """Copy each adapter into its slot."""
+        for slot, digest in adapters:
+            self.slots.fill(slot, self._held[digest])
+
+    def _run(self, digest: str, path: str, told: Callable[[str, int], None]) -> None:
+        try:
+            adapter = self._held[digest] = self._read(digest, path)
+        except BadAdapter as error:
+            told(str(error), 0)
+        except Exception as error:  # no memory, for instance: the engine goes on without this adapter
+            told(f"{path} cannot be read: {error!r}", 0)
+        else:
+            told("", adapter.nbytes)
+
+    @torch.inference_mode()
+    def _read(self, digest: str, path: str) -> torch.Tensor:
+        """The matrices of this rank, as a slot has them. Raises BadAdapter."""
+        files = read_adapter(Path(path), self._max_bytes)
+        if files.digest != digest:
+            raise BadAdapter(f"{path} has other files: their digest is {files.digest}, not {digest}")
+        spec = fit_adapter(files, self._parts, self._max_rank)
+        rank, slots = -(-spec.rank // RANK_STEP) * RANK_STEP, self.slots
+        is_pinned = slots.memory.device.type == "cuda"
+        memory = torch.zeros(rank * slots.size, dtype=slots.dtype, pin_memory=is_pinned)
+        for module in spec.modules:
+            matrices = part_matrices(files, module, slots.dtype, self._orders.get(module.name))
+            a, b = slots.place(memory, rank, module.part)
+            a[: module.rank] = matrices.a
+            b[:, : module.rank] = matrices.b
+        return memory

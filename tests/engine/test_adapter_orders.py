@@ -1,0 +1,281 @@
+"""The engine with adapters: answers of a base model with each of them merged, and what orders to load and unload do."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from dataclasses import dataclass, replace
+from itertools import product
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import pytest
+from safetensors.torch import load_file, save_file
+
+from pd_cluster.config import LoraConfig
+from pd_cluster.protocol.messages import (
+    AdapterLoaded,
+    AdapterUnloaded,
+    AddRequest,
+    FromEngine,
+    LoadAdapter,
+    RequestFailed,
+    TicketOpened,
+    UnloadAdapter,
+    Work,
+)
+from pd_cluster.worker.adapter_store import AdapterStore
+from pd_cluster.worker.device_executor import DeviceExecutor
+from pd_connectors.protocol.cache_space import cache_space
+from tests.deadlines import HANG_S
+from tests.drafters import lookup_drafter
+from tests.engine.drafting_node import LOOKUP, Node, Told
+from tests.engine.test_core_pipeline import CONFIG, PROMPTS, SAMPLINGS, make_connector
+from tests.shallow_model import shallow_model
+from tests.worker.adapted import MadeAdapter, make_adapter, served_parts
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+LORA = LoraConfig(lora_slots=2, max_lora_rank=20)
+RANKS = (20, 4, 9)
+Ids = dict[tuple[str, int], list[int]]
+
+
+class AdaptedBench(Told):
+    """Keeps what is told of adapters, and failures."""
+
+    def __init__(self, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **{"lora": LORA, **more})
+        self.said: list[FromEngine] = []
+
+    def _collect(self) -> None:
+        kept = []
+        for message in self.mailbox.outbox:
+            if isinstance(message, AdapterLoaded | AdapterUnloaded | RequestFailed):
+                self.said.append(message)
+                if isinstance(message, RequestFailed):
+                    self.open.discard(message.request_id)
+            else:
+                kept.append(message)
+        self.mailbox.outbox[:] = kept
+        super()._collect()
+
+    def until(self, num: int) -> list[FromEngine]:
+        """Turn until so many messages were told since the last call."""
+        while len(self.said) < num:
+            if not self.core.turn():
+                self._collect()
+                if len(self.said) < num:
+                    assert self.mailbox.bell.wait(HANG_S)
+                    self.mailbox.bell.clear()
+            self._collect()
+        said, self.said = self.said, []
+        return said
+
+    def load(self, *adapters: MadeAdapter) -> None:
+        for adapter in adapters:
+            self.send(LoadAdapter(adapter.digest, str(adapter.path)))
+        told = self.until(len(adapters))
+        assert {(one.digest, one.error) for one in told if isinstance(one, AdapterLoaded)} == {  # in any order
+            (adapter.digest, "") for adapter in adapters
+        }
+
+
+@dataclass
+class Adapted:
+    """An executor of a small cache, three adapters, and the answers of base models with these merged."""
+
+    node: Node
+    adapters: list[MadeAdapter]
+    expected: list[Ids]  # of the base, then of each adapter
+
+    def bench(self, mode: str = "on", **more: Any) -> AdaptedBench:
+        drafter = lookup_drafter() if more.pop("kind", "") else None
+        return AdaptedBench(self.node.executor, self.node.connector, mode, drafter=drafter, **more)
+
+
+def asked(adapter: str, index: int, request: int, work: Work = Work.GENERATE) -> AddRequest:
+    name = f"{'p' if work is Work.PREFILL else 'r'}{index}-{request}"
+    prompt, sampling = list(PROMPTS[request]), SAMPLINGS[request]
+    return AddRequest(name, prompt, sampling, work, adapter=adapter, salt=cache_space(adapter, ""))
+
+
+def answers_of(directory: Path) -> Ids:
+    """By requests of the base model in a directory, without adapters."""
+    model, cache = replace(CONFIG.model, model=str(directory)), replace(CONFIG.cache, num_blocks=64)
+    config = replace(CONFIG, model=model, cache=cache)
+    executor = DeviceExecutor.started(config, lambda _: None)
+    found: Ids = {}
+    for connector in make_connector(executor):
+        bench = Told(executor, connector, "off")
+        for request in range(len(PROMPTS)):
+            bench.send(asked("", 0, request))
+        found = bench.answered().ids
+    executor.close()
+    return found
+
+
+def merge(adapter: MadeAdapter, directory: Path) -> Path:
+    """A copy of the model with the adapter in its weights."""
+    shutil.copytree(shallow_model(), directory)
+    weights = load_file(directory / "model.safetensors")
+    for name, change in adapter.changes.items():
+        weights[f"{name}.weight"] = weights[f"{name}.weight"].float() + change
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    return directory
+
+
+@pytest.fixture(scope="module")
+def adapted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Adapted]:
+    root = tmp_path_factory.mktemp("adapted")
+    executor = DeviceExecutor.started(replace(CONFIG, lora=LORA), lambda _: None)
+    parts = served_parts(executor)
+    adapters = [make_adapter(root / str(rank), parts, dict.fromkeys(parts, rank).__getitem__, rank) for rank in RANKS]
+    merged = [merge(adapter, root / f"merged-{adapter.digest}") for adapter in adapters]
+    expected = [answers_of(path) for path in (Path(shallow_model()), *merged)]
+    for connector in make_connector(executor):
+        yield Adapted(Node(executor, connector), adapters, expected)
+    executor.close()
+
+
+def expect_answers(bench: AdaptedBench, adapted: Adapted) -> None:
+    found = bench.answered().ids
+    for (name, index), ids in found.items():
+        number, request = name[1:].split("-")
+        assert ids == adapted.expected[int(number)][(f"r0-{request}", index)], name
+    assert len(found) == sum(map(len, adapted.expected))
+
+
+@pytest.mark.parametrize(
+    ("mode", "more"),
+    [
+        ("off", {}), ("on", {}), ("on", {"kind": LOOKUP}), ("on", {"prefix_caching": False}),
+        ("on", {"lora": replace(LORA, lora_host_gb=0.002)}),
+    ],
+    ids=["off", "on", "drafts", "no hits", "files again"],
+)  # fmt: skip
+def test_each_request_is_answered_by_its_adapter(adapted: Adapted, mode: str, more: dict[str, Any]) -> None:
+    """Preempted, swapped, n > 1, with hits: three adapters and the base in two slots and 14 blocks."""
+    bench = adapted.bench(mode, **more)
+    bench.load(*adapted.adapters)
+    digests = ["", *(adapter.digest for adapter in adapted.adapters)]
+    for request in range(len(PROMPTS)):
+        for index, digest in enumerate(digests):
+            bench.send(asked(digest, index, request))
+    expect_answers(bench, adapted)
+    assert bench.core._scheduler.counters["preemptions_swap_total"] > 0
+
+
+def test_a_prompt_is_handed_over_with_its_adapter(adapted: Adapted) -> None:
+    bench, by_name = adapted.bench(), dict[str, AddRequest]()
+    bench.load(*adapted.adapters)
+
+    def take_over(message: TicketOpened) -> None:
+        prefill = by_name[message.request_id]
+        name = f"r{message.request_id[1:]}"
+        bench.send(msgspec.structs.replace(prefill, request_id=name, work=Work.TAKE_OVER, ticket=message.ticket))
+
+    bench.on_ticket = take_over
+    for each, (which, adapter) in product((0, 2, 3), enumerate(adapted.adapters, 1)):
+        message = asked(adapter.digest, which, each, Work.PREFILL)
+        by_name[message.request_id] = message
+        bench.send(message)
+        bench.run()  # the cache has no room for more leases and their readers
+    found = {key: ids for key, ids in bench.answered().ids.items() if key[0].startswith("r")}
+    for (name, index), ids in found.items():
+        number, request = name[1:].split("-")
+        assert ids == adapted.expected[int(number)][(f"r0-{request}", index)], name
+    assert len(found) == 3 * (1 + 3 + 1)
+
+
+def test_what_is_not_loaded_is_refused(adapted: Adapted) -> None:
+    bench, first = adapted.bench(), adapted.adapters[0]
+    bench.send(asked(first.digest, 1, 0))
+    (refused,) = bench.until(1)
+    assert isinstance(refused, RequestFailed)
+    assert (refused.error, refused.message) == ("BadAdapter", f"the adapter {first.digest} is not loaded")
+    bench.send(UnloadAdapter(first.digest))
+    assert bench.until(1) == [AdapterUnloaded(first.digest)]
+
+
+def test_other_files_are_named_and_nothing_is_kept(adapted: Adapted) -> None:
+    bench, (first, second, _) = adapted.bench(), adapted.adapters
+    bench.send(LoadAdapter(first.digest, str(second.path)))
+    (told,) = bench.until(1)
+    assert told == AdapterLoaded(
+        first.digest, f"{second.path} has other files: their digest is {second.digest}, not {first.digest}"
+    )
+    assert not bench.core._places.in_host
+    store = adapted.node.executor._weights.adapters
+    assert store is not None
+    assert first.digest not in store._held
+
+
+def test_an_adapter_that_host_memory_never_holds_is_refused(adapted: Adapted) -> None:
+    bench, first = adapted.bench(lora=replace(LORA, lora_host_gb=1e-6)), adapted.adapters[0]
+    bench.send(LoadAdapter(first.digest, str(first.path)))
+    (told,) = bench.until(1)
+    assert isinstance(told, AdapterLoaded)
+    assert told.error.endswith("bytes, and --lora-host-gb allows 1000")
+
+
+def test_an_unload_lets_running_requests_end(adapted: Adapted) -> None:
+    """New ones are refused at once, also a load; after the last one the adapter is forgotten, and can be loaded."""
+    bench, first = adapted.bench("off"), adapted.adapters[0]
+    bench.load(first)
+    bench.send(asked(first.digest, 1, 0))
+    while not bench.told:
+        bench.core.turn()
+        bench._collect()
+    bench.send(UnloadAdapter(first.digest))
+    bench.send(asked(first.digest, 1, 1))
+    bench.send(LoadAdapter(first.digest, str(first.path)))
+    refused, reload = bench.until(2)
+    assert isinstance(refused, RequestFailed)
+    assert reload == AdapterLoaded(first.digest, "it is being unloaded: load it when that is done")
+    bench.run()
+    assert bench.until(1) == [AdapterUnloaded(first.digest)]
+    assert bench.answered().ids[("r1-0", 0)] == adapted.expected[1][("r0-0", 0)]
+    assert bench.stats is not None
+    assert bench.stats.adapters == {}
+    bench.load(first)
+
+
+def test_an_unload_while_it_is_read(adapted: Adapted, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate, read = threading.Event(), AdapterStore._read
+
+    def gated(store: AdapterStore, digest: str, path: str) -> Any:
+        assert gate.wait(HANG_S)
+        return read(store, digest, path)
+
+    monkeypatch.setattr(AdapterStore, "_read", gated)
+    bench, first = adapted.bench(), adapted.adapters[0]
+    bench.send(LoadAdapter(first.digest, str(first.path)))
+    bench.send(UnloadAdapter(first.digest))
+    assert bench.until(1) == [AdapterUnloaded(first.digest)]
+    gate.set()
+    assert bench.until(1) == [AdapterLoaded(first.digest, "it was unloaded while it was read")]
+    assert not bench.core._places.in_host
+
+
+def test_requests_end_if_the_files_are_others_when_they_are_read_again(adapted: Adapted, tmp_path: Path) -> None:
+    bench, (first, second, third) = adapted.bench(lora=replace(LORA, lora_host_gb=0.002)), adapted.adapters
+    moved = replace(second, path=Path(shutil.copytree(second.path, tmp_path / "moved")))
+    bench.load(moved)
+    bench.load(first, third)
+    assert bench.core._places.levels[second.digest] == "disk"
+    shutil.copytree(third.path, moved.path, dirs_exist_ok=True)
+    bench.send(asked(second.digest, 2, 0))
+    bench.send(asked(first.digest, 1, 3))
+    (failed,) = bench.until(1)
+    assert isinstance(failed, RequestFailed)
+    assert (failed.request_id, failed.error) == ("r2-0", "BadAdapter")
+    assert bench.answered().ids[("r1-3", 0)] == adapted.expected[1][("r0-3", 0)]
+
+
+def test_without_slots_adapters_are_refused(adapted: Adapted) -> None:
+    bench, first = adapted.bench(lora=LoraConfig()), adapted.adapters[0]
+    bench.send(LoadAdapter(first.digest, str(first.path)))
+    assert bench.until(1) == [AdapterLoaded(first.digest, "this node serves no adapters: --lora-slots is 0")]

@@ -1,0 +1,137 @@
+"""Slots of adapters: which are replaced, which requests wait, and that none of them waits for ever."""
+
+from __future__ import annotations
+
+import random
+from itertools import count
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pd_cluster.protocol.messages import Work
+from tests.scheduling.simulation import message, prompt
+from tests.scheduling.world import World
+
+if TYPE_CHECKING:
+    from pd_cluster.scheduling.adapter_places import AdapterPlaces
+
+
+def places_of(world: World) -> AdapterPlaces:
+    return world.scheduler._queues.adapters
+
+
+def with_adapters(names: str, num_slots: int, **more: object) -> World:
+    world = World(num_slots=num_slots, **more)  # type: ignore[arg-type]
+    places_of(world).in_host |= dict.fromkeys(names, True)
+    return world
+
+
+def ask(world: World, name: str, adapter: str) -> None:
+    world.submit(message(name, prompt(5), adapter=adapter))
+    world.run_until_idle()
+
+
+def test_the_one_used_least_recently_is_replaced() -> None:
+    world = with_adapters("abcd", 2)
+    for number, adapter in enumerate("abac"):
+        ask(world, f"{number}", adapter)
+    assert places_of(world).levels == {"a": "gpu", "b": "host", "c": "gpu", "d": "host"}
+    ask(world, "5", "d")
+    assert places_of(world).levels == {"a": "host", "b": "host", "c": "gpu", "d": "gpu"}
+    assert places_of(world).droppable == ["b", "a", "c", "d"], "no slot, then the longest without one"
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_sequence_enters_when_its_adapter_is_there_and_others_go_on(depth: int) -> None:
+    world = with_adapters("a", 1, depth=depth)
+    free = world.submit(message("free", prompt(5), max_tokens=30)).sequences[0].seq_id
+    world.start_step()
+    asked = world.submit(message("asked", prompt(9), adapter="a")).sequences[0].seq_id
+    batch = world.start_step()
+    assert batch.adapters == ((0, "a"),)
+    assert [chunk.seq_id for chunk in batch.chunks] == [free]
+    for _ in range(depth):
+        batch = world.start_step()
+        assert not batch.adapters
+    assert {chunk.seq_id for chunk in batch.chunks} == {free, asked}, "when the step that copies has retired"
+
+
+def test_one_that_is_not_in_host_memory_is_wanted() -> None:
+    world = with_adapters("ab", 2)
+    places_of(world).in_host["b"] = False
+    world.submit(message("other", prompt(9), adapter="b"))
+    ask_a = world.submit(message("asked", prompt(9), adapter="a"))
+    while not world.client(ask_a).terminal:
+        world.start_step()
+        assert places_of(world).wanted == "b"
+    places_of(world).in_host["b"] = True
+    world.run_until_idle()
+    world.check_empty()
+
+
+@pytest.mark.parametrize("num_slots", [1, 2])
+def test_no_request_waits_for_ever(num_slots: int) -> None:
+    """Others with as many adapters as there are slots come without end. It waits for those that run, no longer."""
+    world, names = with_adapters("abc", num_slots, depth=2, max_num_seqs=6), count()
+
+    def crowd() -> None:
+        while world.scheduler.num_running + world.scheduler.num_waiting < 5:
+            number = next(names)
+            world.submit(message(f"{number}", prompt(5), adapter="ab"[number % num_slots], max_tokens=7 + number % 5))
+
+    for _ in range(20):
+        crowd()
+        world.start_step()
+    asked = world.submit(message("asked", prompt(5), adapter="c", max_tokens=3))
+    for _ in range(12 + 12 + 3 + 6):  # those that run, those before it in turn, its tokens, and copies
+        crowd()
+        world.start_step()
+    assert world.client(asked).terminal
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_walk(seed: int) -> None:
+    """Short memory, loads, aborts, n > 1, unloads: each answer is right, each chunk finds its adapter."""
+    rng = random.Random(seed)
+    world = with_adapters(
+        "abcde", rng.choice((1, 2, 3)), depth=rng.choice((1, 2)), num_blocks=rng.choice((12, 20)),
+        num_host_blocks=rng.choice((0, 10)), max_num_seqs=rng.choice((2, 5)), shortest_first=rng.random() < 0.5,
+    )  # fmt: skip
+    places, open_ = places_of(world), []
+    for number in range(80):
+        if rng.random() < 0.6:
+            adapter, n = rng.choice(["", *sorted(places.in_host)]), rng.choice((1, 1, min(3, world.max_num_seqs)))
+            more = {"max_tokens": rng.randint(1, 12), "n": n, "group": rng.choice(("", "g")), "adapter": adapter}
+            asked = message(f"r{number}", prompt(rng.choice((3, 17, 40)), number % 3), **more)  # type: ignore[arg-type]
+            open_.append(world.submit(asked))
+        if rng.random() < 0.05 and open_:
+            world.stop(rng.choice(open_))
+        if rng.random() < 0.1:
+            for adapter in sorted(places.in_host):
+                if not places.num_live[adapter] and adapter != "a":
+                    places.forget(adapter)
+                    places.in_host[adapter] = True
+                    break
+        world.start_step()
+        world.check()
+    world.run_until_idle()
+    for request in open_:
+        world.client(request).check()
+    world.check_empty()
+    assert not any(places.num_live.values())
+
+
+def test_a_loaded_prompt_waits_for_its_adapter() -> None:
+    world = with_adapters("ab", 1)
+    world.submit(message("first", prompt(5), adapter="a", max_tokens=9))
+    for _ in range(3):
+        world.start_step()
+    asked = world.submit(message("asked", prompt(20), work=Work.TAKE_OVER, adapter="b"))
+    load = world.reserve(asked)
+    assert load is not None
+    world.start_step()
+    world.finish_load(load)
+    world.give_first_tokens(asked)
+    world.run_until_idle()
+    world.client(asked).check()
+    world.check_empty()
