@@ -46,6 +46,7 @@ class Peer:
     endpoint: PeerEndpoint | None = None
     pulls: dict[str, Pull] = field(default_factory=dict)  # live and draining
     is_lost: bool = False  # the connection broke, and no message has arrived since
+    is_doubted: bool = False  # it left a question unanswered, and no message has arrived since
 
     @property
     def is_wanted(self) -> bool:

@@ -87,7 +87,8 @@ class Reader:
             return
         address = (ticket.host, ticket.port)
         peer = self._peers.setdefault(address, Peer(address, now))
-        pull = Pull(load_id, ticket, self._context.layout, deadline_s, self._limits, now)
+        layout, limits = self._context.layout, self._limits
+        pull = Pull(load_id, ticket, layout, deadline_s, limits, now, is_doubted=peer.is_doubted)
         self.loads.add(peer, pull)
         endpoint = peer.endpoint
         if endpoint is None or not endpoint.serves(ticket.lease):
@@ -120,7 +121,7 @@ class Reader:
         peer = self._peers.get(owner)
         if peer is None:
             return
-        peer.is_lost = False
+        peer.is_lost = peer.is_doubted = False
         match message:
             case HelloReply():
                 self._on_hello_reply(peer, message, now)
@@ -226,6 +227,7 @@ class Reader:
                         num_bytes = sum(len(ids) * group.block_bytes for ids, group in groups)
                         peer.endpoint.link.posted((pull.load_id, number), num_bytes, now)
                 case Emit(event):
+                    peer.is_doubted |= pull.is_unanswered and isinstance(event, LoadFailed)
                     self._emit(event)
         if pull.is_over and self.loads.remove(peer, pull):
             peer.idle_since = now
@@ -255,7 +257,7 @@ class Reader:
         if greeting is None:
             return
         if now >= greeting.deadline:
-            peer.greeting = None
+            peer.greeting, peer.is_doubted = None, True
             detail = "no answer to a greeting"
             self._fail(peer, LoadFailure.UNREACHABLE, detail, now, lambda pull: pull.endpoint is None)
         elif now >= greeting.hello_at:

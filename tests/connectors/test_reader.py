@@ -36,7 +36,7 @@ from pd_connectors.protocol.messages import (
     ToOwner,
 )
 from pd_connectors.protocol.ticket import Ticket
-from pd_connectors.pull_limits import LOST_GRACE_S, PullLimits
+from pd_connectors.pull_limits import DOUBT_S, LOST_GRACE_S, PullLimits
 from pd_connectors.reader import HELLO_EVERY_S, PEER_IDLE_S, Reader
 from pd_connectors.transport import (
     Address,
@@ -150,6 +150,11 @@ class Bench:
         asked = [message for message in self.sent if isinstance(message, Confirm)][-1]
         reply = ConfirmReply(asked.lease, asked.generation, asked.num_tokens, asked.nonce, ok=True)
         self.reader.on_message(OWNER, reply, now)
+
+    def finished(self, load_id: str) -> None:
+        """A load that is over; the endpoint stays."""
+        self.reading(load_id)
+        self.finish(load_id)
 
     def releases(self) -> list[Release]:
         return [message for message in self.sent if isinstance(message, Release)]
@@ -314,6 +319,33 @@ def test_a_lost_connection_that_comes_back_costs_nothing(bench: Bench) -> None:
     bench.announce(ticket)
     bench.reader.tick(LOST_GRACE_S)
     assert LoadFailed not in [type(event) for event in bench.events]
+
+
+def test_after_a_silence_the_next_loads_wait_a_moment_only(bench: Bench) -> None:
+    """Behind a cut network each load would wait `silence_s` for nothing. A word of the peer gives the patience back."""
+    limits, now = PullLimits(), 50.0
+    bench.finished("a")
+    bench.begin("b")
+    bench.reader.tick(limits.silence_s)
+    assert bench.outcome("b") == [LoadFailure.PEER_FROZEN, LoadDrained]
+    ticket = bench.begin("c", now=now)
+    bench.reader.tick(now + DOUBT_S)
+    assert bench.outcome("c") == [LoadFailure.PEER_FROZEN, LoadDrained]
+    bench.announce(ticket, now + DOUBT_S)  # late, and yet a word
+    bench.begin("d", now=now)
+    bench.reader.tick(now + DOUBT_S)
+    assert bench.outcome("d") == []
+    bench.reader.tick(now + limits.silence_s)
+    assert bench.outcome("d") == [LoadFailure.PEER_FROZEN, LoadDrained]
+
+
+def test_after_a_greeting_without_answer_the_next_loads_wait_a_moment_only(bench: Bench) -> None:
+    bench.begin("a")
+    bench.reader.tick(CONTEXT.connect_deadline_s)
+    assert bench.outcome("a") == [LoadFailure.UNREACHABLE, LoadDrained]
+    bench.begin("b", now=50.0)
+    bench.reader.tick(50.0 + DOUBT_S)
+    assert bench.outcome("b") == [LoadFailure.PEER_FROZEN, LoadDrained]
 
 
 def test_a_read_that_hangs_costs_the_endpoint(bench: Bench) -> None:
