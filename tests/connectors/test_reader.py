@@ -197,6 +197,22 @@ def test_a_slow_link_between_gpus_is_told_once(
     assert len(warnings) == num_warnings
 
 
+def test_a_link_that_became_slow_is_told_until_it_is_not(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Over a new endpoint too: what the link gave before is known."""
+    monkeypatch.setattr(link_speed, "MIN_BYTES", 1)
+    name, num_slow = f"{OWNER[0]}:{OWNER[1]}", 0
+    for number, seconds in enumerate([0.001, *[4.0] * 9, *[0.001] * 9]):
+        load_id, now = str(number), 10.0 * number
+        bench.reading(load_id, now=now)
+        bench.finish(load_id, now + seconds)
+        num_slow += bench.reader.slow_links() == {name: True}
+    assert num_slow > 1
+    assert bench.reader.slow_links() == {name: False}
+    assert sum("the link is slow" in record.message for record in caplog.records) == 1
+
+
 def test_loads_of_one_peer_share_greeting_and_endpoint(bench: Bench) -> None:
     first, second = bench.begin("a"), bench.begin("b")
     bench.answer()
