@@ -122,6 +122,8 @@ class Reader:
         peer = self._peers.get(owner)
         if peer is None:
             return
+        if peer.is_doubted:
+            logger.info("the prefill node at %s answers again", _name(peer))
         peer.is_lost = peer.is_doubted = False
         match message:
             case HelloReply():
@@ -231,7 +233,8 @@ class Reader:
                         num_bytes = sum(len(ids) * group.block_bytes for ids, group in groups)
                         peer.link.posted((pull.load_id, number), num_bytes, now)
                 case Emit(event):
-                    peer.is_doubted |= pull.is_unanswered and isinstance(event, LoadFailed)
+                    if pull.is_unanswered and isinstance(event, LoadFailed):
+                        _doubt(peer, pull.ticket)
                     self._emit(event)
         if pull.is_over and self.loads.remove(peer, pull):
             peer.idle_since = now
@@ -261,8 +264,10 @@ class Reader:
         if greeting is None:
             return
         if now >= greeting.deadline:
-            peer.greeting, peer.is_doubted = None, True
+            peer.greeting = None
             detail = "no answer to a greeting"
+            for pull in peer.pulls.values():
+                _doubt(peer, pull.ticket)
             self._fail(peer, LoadFailure.UNREACHABLE, detail, now, lambda pull: pull.endpoint is None)
         elif now >= greeting.hello_at:
             greeting.hello_at = now + HELLO_EVERY_S
@@ -377,6 +382,14 @@ class Reader:
 def _name(peer: Peer) -> str:
     host, port = peer.address
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _doubt(peer: Peer, ticket: Ticket) -> None:
+    """Note, and say once, that the owner of a lease does not answer where its ticket says."""
+    if not peer.is_doubted:
+        causes = "it stands still, the network is cut, or its --advertise-host is wrong"
+        logger.warning("prefill node %s does not answer at %s: %s", ticket.lease.engine_id, _name(peer), causes)
+    peer.is_doubted = True
 
 
 def _owner(pull: Pull) -> tuple[str, int]:

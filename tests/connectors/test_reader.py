@@ -355,13 +355,17 @@ def test_after_a_silence_the_next_loads_wait_a_moment_only(bench: Bench) -> None
     assert bench.outcome("d") == [LoadFailure.PEER_FROZEN, LoadDrained]
 
 
-def test_after_a_greeting_without_answer_the_next_loads_wait_a_moment_only(bench: Bench) -> None:
+def test_after_a_greeting_without_answer_the_next_loads_wait_a_moment_only(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
     bench.begin("a")
     bench.reader.tick(CONTEXT.connect_deadline_s)
     assert bench.outcome("a") == [LoadFailure.UNREACHABLE, LoadDrained]
     bench.begin("b", now=50.0)
     bench.reader.tick(50.0 + DOUBT_S)
     assert bench.outcome("b") == [LoadFailure.PEER_FROZEN, LoadDrained]
+    (told,) = caplog.messages
+    assert told.startswith("prefill node P does not answer at owner:1")
 
 
 def test_a_read_that_hangs_costs_the_endpoint(bench: Bench) -> None:

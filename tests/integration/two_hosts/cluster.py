@@ -2,37 +2,71 @@
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
+import os
 import subprocess
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import httpx
+import pytest
 
-from tests.cluster import CLI
-from tests.deadlines import HANG_S, until
+from tests.cluster import CLI, base_environment
+from tests.deadlines import COMMAND_S, HANG_S, until
 from tests.integration.fault_cluster import LOAD_DEADLINE_S, parse_metrics
+from tests.integration.two_hosts.network import HostNetwork, NoNamespaces
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
     from tests.cluster import Launched, Launcher
-    from tests.integration.two_hosts.network import HostNetwork
+    from tests.integration.two_hosts.load import Load, Seen
 
 NAMES = ("p", "d", "r")
 ROLES = {"p": "prefill", "d": "decode"}
 HTTP_PORT, CONTROL_PORT, KV_PORTS = 8100, 8101, (45010, 45019)
-LISTENING = 10  # state of a socket, as /proc/net/tcp numbers it
+SUMMARY = "GITHUB_STEP_SUMMARY"  # a file: what a CI job shows
 HELD = ("pd_num_running", "pd_num_waiting", "pd_num_waiting_for_remote_kv", "pd_loads_open", "pd_leases_open",
         *(f'pd_kv_blocks{{state="{state}"}}' for state in ("in_use", "leased", "quarantined")))  # fmt: skip
 
 
-class HostCluster:
-    """`family`: "v4", "v6", or "name": how nodes are advertised and told to the router."""
+@contextlib.contextmanager
+def three_hosts() -> Iterator[HostNetwork]:
+    """The hosts; this thread is at their hub. Skips the test where they cannot be made, and has CI's summary say so."""
+    network = HostNetwork(*NAMES)
+    try:
+        network.__enter__()
+    except NoNamespaces as error:
+        reason = f"no network namespaces here: {error}"
+        if os.environ.get(SUMMARY):
+            with open(os.environ[SUMMARY], "a") as summary:
+                summary.write(f"- **Skipped: two hosts** (`tests/integration/two_hosts`): {reason}\n")
+        pytest.skip(reason)
+    with contextlib.closing(network), network.entered():
+        yield network
 
-    def __init__(self, launcher: Launcher, network: HostNetwork, family: str = "v4") -> None:
+
+class HostCluster:
+    """`family`: "v4", "v6", or "name": how nodes are advertised and told to the router.
+
+    `advertised`: other addresses that nodes tell. `starts`: False for a cluster of which only `check` runs.
+    """
+
+    def __init__(
+        self,
+        launcher: Launcher,
+        network: HostNetwork,
+        family: str = "v4",
+        *,
+        advertised: Mapping[str, str] | None = None,
+        starts: bool = True,
+    ) -> None:
         self.network = network
         self._launcher = launcher
         self._family = family
-        nodes = {name: self.start_node(name, self._host(name)) for name in ROLES}
+        if not starts:
+            return
+        told = {name: self._host(name) for name in ROLES} | dict(advertised or {})
+        nodes = {name: self.start_node(name, told[name]) for name in ROLES}
         for node in nodes.values():
             node.wait_line("ready: ")
         self.router = self.start_router()
@@ -67,10 +101,8 @@ class HostCluster:
         """`pd-cluster check` on a host."""
         advertised = f"--advertise-host={self._host(name)}"
         command = [*CLI, "check", "--skip-model", advertised, f"--kv-ports={KV_PORTS[0] + 5}-{KV_PORTS[1]}", *flags]
-        from tests.cluster import base_environment
-
         return subprocess.run(
-            self.network.command(name, command), capture_output=True, text=True, env=base_environment(), timeout=HANG_S
+            self.network.command(name, command), capture_output=True, text=True, env=base_environment(), timeout=COMMAND_S
         )
 
     def offer_link(self, name: str) -> Launched:
@@ -97,6 +129,21 @@ class HostCluster:
     async def metrics(self, name: str) -> dict[str, float]:
         async with httpx.AsyncClient(timeout=HANG_S, trust_env=False) as client:
             return parse_metrics((await client.get(f"{self.url(name)}/metrics")).raise_for_status().text)
+
+    async def fallbacks(self) -> float:
+        """How often D did without the KV of P, so far."""
+        told = await self.metrics("d")
+        return sum(value for name, value in told.items() if name.startswith("pd_handoff_fallbacks_total"))
+
+    async def hands_over_again(self, load: Load, seen: Seen) -> None:
+        """Ask until D has read KV of P."""
+        before = (await self.metrics("d"))["pd_loads_done_total"]
+
+        async def is_read() -> bool:
+            await load.ask(seen)
+            return (await self.metrics("d"))["pd_loads_done_total"] > before
+
+        await until(is_read, lambda: f"P hands nothing over to D: {seen}")
 
     async def nodes(self) -> dict[str, dict[str, Any]]:
         """The router's view, by role."""
@@ -129,6 +176,3 @@ class HostCluster:
 
 def _bracketed(host: str) -> str:
     return f"[{host}]" if ":" in host else host
-
-
-assert asyncio and Path  # used by the types above

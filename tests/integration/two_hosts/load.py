@@ -75,9 +75,9 @@ class Load:
             seen.altered.append(outcome)
         return outcome
 
-    async def run(self, is_over: Callable[[Seen], bool]) -> Seen:
+    async def run(self, is_over: Callable[[Seen], bool], seen: Seen) -> None:
         """Until `is_over` says so, and each client has its last answer."""
-        seen, started_s = Seen(), time.monotonic()
+        started_s = time.monotonic()
 
         async def client() -> None:
             while not is_over(seen):
@@ -85,4 +85,3 @@ class Load:
 
         await asyncio.gather(*(client() for _ in range(self._num_clients)))
         seen.seconds = time.monotonic() - started_s
-        return seen
