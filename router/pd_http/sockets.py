@@ -10,10 +10,10 @@ from contextlib import suppress
 from pd_http.errors import StartupError
 from pd_http.settings import MAX_PORT
 
-# The kernel asks a silent machine after so long, then every few seconds, and breaks the connection at the last miss: 30 s
+# The kernel asks a silent machine after so many seconds, then so often; the last miss breaks the connection: 30 s
 ASK_AFTER_S, ASK_EVERY_S, MOST_MISSES = 10, 5, 4
-# What is not acknowledged is sent again so often. By default the pause doubles up to 2 minutes, so that after a cut of a
-# network has ended, its connections would stand still for as long again. It also makes 15 minutes until a break 27 s
+# What is not acknowledged is sent again so often. By default the pause doubles up to 2 minutes, so a connection would
+# stand still for as long again after a cut of the network. The 15 repetitions until a break take 27 s and not 15 min
 RESEND_MS = 2000
 _TCP_RTO_MAX_MS = 44  # Linux 6.15; Python does not name it
 _WATCH = (

@@ -73,8 +73,9 @@ async def test_health_follows_the_engine() -> None:
 
 
 def test_links_that_the_connector_calls_slow_are_told() -> None:
-    gauges = {"kv_peer_bytes_per_second|peer=[fd77::1]:81,memory=cpu": 2e7, "kv_peer_slow|peer=[fd77::1]:81,memory=cpu": 1.0,
-              "kv_peer_bytes_per_second|peer=b:1,memory=cpu": 2e9, "kv_peer_slow|peer=b:1,memory=cpu": 0.0}  # fmt: skip
+    links = {"peer=[fd77::1]:81,memory=cpu": (2e7, 1.0), "peer=b:1,memory=cpu": (2e9, 0.0)}
+    gauges = {f"kv_peer_bytes_per_second|{link}": speed for link, (speed, _) in links.items()}
+    gauges |= {f"kv_peer_slow|{link}": is_slow for link, (_, is_slow) in links.items()}
     assert slow_links(gauges) == ["KV comes from [fd77::1]:81 at 0.02 GB/s"]
     assert slow_links({}) == []
 

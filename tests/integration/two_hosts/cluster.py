@@ -87,7 +87,8 @@ class HostCluster:
     def start_router(self) -> Launched:
         listen = self.network.address("r", v6=self._family == "v6")
         nodes = [f"--{role}=http://{_bracketed(self._host(name))}:{HTTP_PORT}" for name, role in ROLES.items()]
-        command = [*CLI, "router", f"--host={listen}", "--port=8000", "--linger-s=1", "--prefill-on-decode=never", *nodes]
+        flags = [f"--host={listen}", "--port=8000", "--linger-s=1", "--prefill-on-decode=never"]
+        command = [*CLI, "router", *flags, *nodes]
         router = self._launcher.start("router", self.network.command("r", command))
         router.wait_line("router ready on ")
         return router
@@ -102,8 +103,9 @@ class HostCluster:
         advertised = f"--advertise-host={self._host(name)}"
         command = [*CLI, "check", "--skip-model", advertised, f"--kv-ports={KV_PORTS[0] + 5}-{KV_PORTS[1]}", *flags]
         return subprocess.run(
-            self.network.command(name, command), capture_output=True, text=True, env=base_environment(), timeout=COMMAND_S
-        )
+            self.network.command(name, command), capture_output=True, text=True, env=base_environment(),
+            timeout=COMMAND_S,
+        )  # fmt: skip
 
     def offer_link(self, name: str) -> Launched:
         command = [*CLI, "check", "--offer-link", f"--advertise-host={self._host(name)}",

@@ -9,8 +9,9 @@
     (hub)  └ r: eth0 10.77.0.3, fd77::3, r.test
 
 Faults are filters (cls_bpf) at the hub's ports, by the sender's hardware address, so a partition also cuts ARP and IPv6
-neighbours. Rates are htb's. The hub has an address of its own, 10.77.0.254, which no fault concerns: a thread that
-`enters` it sees all hosts. What is used of the kernel: veth, bridge, clsact, cls_bpf and htb; netem is not needed.
+neighbours. Rates are htb's. Delay and reordering are a relay's, because not every kernel has netem. The hub has an
+address of its own, 10.77.0.254, which no fault concerns: a thread that has `entered` it sees all hosts. What is used of
+the kernel: veth, bridge, clsact, cls_bpf, htb and TAP.
 """
 
 from __future__ import annotations
@@ -21,9 +22,11 @@ import os
 import shutil
 import subprocess
 import threading
-from itertools import count, permutations
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from tests.integration.two_hosts.tap_relay import TapRelay
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -124,6 +127,23 @@ class HostNetwork:
             yield
 
     @contextlib.contextmanager
+    def relayed(self, name: str, delay_s: float, reordered: float = 0.0) -> Iterator[None]:
+        """Frames to and from a host are late by so much each way, and a share of them later still: see tap_relay.py.
+        This thread must be at the hub."""
+        relay = TapRelay("near", "far", delay_s, reordered)
+        try:
+            self._ip(HUB, "link add farther type bridge")
+            for device, bridge in (("near", "bridge"), ("far", "farther"), (f"to-{name}", "farther")):
+                self._ip(HUB, f"link set {device} master {bridge} up")
+            self._ip(HUB, "link set farther up")
+            relay.start()
+            yield
+        finally:
+            self._ip(HUB, f"link set to-{name} master bridge")
+            self._ip(HUB, "link del farther")
+            relay.close()
+
+    @contextlib.contextmanager
     def _filter(self, receiver: str, program: str) -> Iterator[None]:
         priority = next(self._priorities)
         place = f"dev to-{receiver} egress protocol all prio {priority}"
@@ -167,11 +187,6 @@ class HostNetwork:
 
     def _tc(self, name: str, command: str, *more: str) -> None:
         _run(["tc", "-n", self._namespace(name), *command.split(), *more])
-
-
-def directions(network: HostNetwork) -> list[tuple[str, str]]:
-    """Sender and receiver of every cut."""
-    return list(permutations(network.names, 2))
 
 
 def in_thread(work: Callable[[], None]) -> None:

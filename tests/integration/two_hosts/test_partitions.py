@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.cluster import Launcher
-from tests.deadlines import HANG_S
+from tests.deadlines import HANG_S, SLOW_HANG_S, until
 from tests.integration.two_hosts.cluster import HostCluster, three_hosts
 from tests.integration.two_hosts.load import Load, Seen
 from tests.integration.two_hosts.network import HostNetwork, in_thread
@@ -33,14 +33,21 @@ NUM_BEFORE = NUM_REQUESTS // 10  # answered before the fault
 CUT_S = 20.0
 PARTITIONS = ("p|d", "p>d", "d>p", "p|r", "p>r", "r>p", "d|r", "d>r", "r>d")
 CASES = ("plain", "loss 1%", "10 Gbit/s", *PARTITIONS)
+FEW_CASES = ("plain", "p|d", "d>r")
+DELAYS = {
+    "0.2 ms by TAP relay": (0.0002, 0.0),
+    "20 ms by TAP relay": (0.02, 0.0),
+    "reordered by TAP relay": (0.0, 0.05),
+}
 STREAM_BYTES = 1 << 30
-LEAST_SHARE = 0.7  # of one plain TCP stream, by what NIXL reads over the same cable
 
 
-@pytest.mark.parametrize("family", ["v4", "v6", "name"])
-def test_partitions(family: str) -> None:
-    """All faults in "v4"; a few of them with the other kinds of addresses."""
-    cases = CASES if family == "v4" else ("plain", "p|d", "d>r")
+@pytest.mark.parametrize(
+    ("family", "cases"),
+    [("v4", CASES), ("v4", tuple(DELAYS)), ("v6", FEW_CASES), ("name", FEW_CASES)],
+    ids=["faults", "delays", "v6", "names"],
+)
+def test_requests_through_each_fault(family: str, cases: tuple[str, ...]) -> None:
 
     def work() -> None:
         with three_hosts() as network, Launcher() as launcher:
@@ -48,7 +55,8 @@ def test_partitions(family: str) -> None:
             load = Load(cluster.url("r"), num_clients=6, num_tokens=8)
             asyncio.run(load.learn())
             for case in cases:
-                asyncio.run(check(cluster, load, f"{family} {case}", fault_of(network, case), is_cut=case in PARTITIONS))
+                title, fault = f"{family} {case}", fault_of(network, case)
+                asyncio.run(check(cluster, load, title, fault, is_cut=case in PARTITIONS))
             assert cluster.restarted() == []
 
     in_thread(work)
@@ -59,6 +67,8 @@ def fault_of(network: HostNetwork, case: str) -> AbstractContextManager[None]:
         return network.lossy(0.01)
     if case == "10 Gbit/s":
         return network.limited("10gbit")
+    if case in DELAYS:
+        return network.relayed("p", *DELAYS[case])
     if "|" in case:
         return network.parted(*case.split("|"))
     return network.cut(*case.split(">")) if ">" in case else contextlib.nullcontext()
@@ -71,14 +81,12 @@ async def check(
 
     async def disturb() -> None:
         nonlocal again_s
-        while seen.num_requests < NUM_BEFORE:
-            await asyncio.sleep(0.01)
+        await until(lambda: seen.num_requests >= NUM_BEFORE, deadline_s=SLOW_HANG_S)
         with fault:
             if is_cut:
                 await asyncio.sleep(CUT_S)
             else:
-                while seen.num_requests < NUM_REQUESTS - 20:
-                    await asyncio.sleep(0.01)
+                await until(lambda: seen.num_requests >= NUM_REQUESTS - 20, deadline_s=SLOW_HANG_S)
         healed_s = time.monotonic()
         await cluster.hands_over_again(load, after)
         again_s = time.monotonic() - healed_s

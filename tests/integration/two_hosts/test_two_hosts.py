@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from tests.cluster import Launcher
 from tests.deadlines import until
+from tests.integration.calls import Call
+from tests.integration.fault_cluster import make_prompt
 from tests.integration.two_hosts.cluster import CONTROL_PORT, HTTP_PORT, KV_PORTS, HostCluster, three_hosts
 from tests.integration.two_hosts.load import Load, Seen
 from tests.integration.two_hosts.network import in_thread
@@ -57,9 +59,19 @@ async def check_cuts(cluster: HostCluster) -> None:
         await until(cluster.fallbacks, "D hears nothing of P, and computes the prompt")
     await cluster.hands_over_again(load, seen)
     await downed(cluster, network.cut("p", "r"), "prefill", load, seen, "direct; reason=no-prefill-node")
+    expected = await Call(cluster.url("r"), long_stream()).outcome()
+    cut = Call(cluster.url("r"), long_stream())
+    await cut.begun()
     await downed(cluster, network.parted("d", "r"), "decode", load, seen, "direct; reason=no-decode-node")
+    (await cut.outcome()).check(expected)
+    assert (await cluster.metrics("r"))['pd_router_continuations_total{outcome="continued"}'] == 1, "P goes on with the stream"
     assert (seen.altered, seen.failed) == ([], {})
     await cluster.wait_clean()
+
+
+def long_stream() -> dict[str, Any]:
+    """Longer than it takes to cut a network."""
+    return {"prompt": make_prompt(40), "max_tokens": 200, "temperature": 0, "ignore_eos": True, "stream": True}
 
 
 async def downed(
