@@ -137,6 +137,10 @@ class HostCluster:
         told = await self.metrics("d")
         return sum(value for name, value in told.items() if name.startswith("pd_handoff_fallbacks_total"))
 
+    async def has_continued(self) -> bool:
+        """Whether a stream went on at another node."""
+        return (await self.metrics("r")).get('pd_router_continuations_total{outcome="continued"}', 0) > 0
+
     async def hands_over_again(self, load: Load, seen: Seen) -> None:
         """Ask until D has read KV of P."""
         before = (await self.metrics("d"))["pd_loads_done_total"]
