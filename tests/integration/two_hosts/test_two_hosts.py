@@ -23,7 +23,8 @@ from tests.integration.two_hosts.network import in_thread
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]  # 200 s beside jobs that took 9 of 10 parts of two cores
+# 200 s beside jobs that took nine tenths of two cores
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 pytest.importorskip("nixl_cu13")
 
 
