@@ -120,12 +120,16 @@ def _spare_descriptors() -> int:
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """A listening socket. Loopback stays on loopback; any other advertised address may be a name or translated, so
-    listen everywhere. Raises OSError."""
+    """A listening socket: on the advertised address, if it is one of this machine. A name may mean another address to
+    peers, and an address may be translated on the way: then it listens everywhere. Raises OSError."""
     with contextlib.suppress(ValueError):
         address = "127.0.0.1" if host == "localhost" else host.strip("[]")
-        if ipaddress.ip_address(address).is_loopback:
+        is_loopback = ipaddress.ip_address(address).is_loopback
+        try:
             return _open(address, port)
+        except OSError as error:
+            if is_loopback or error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT, errno.EINVAL):
+                raise
     try:
         return _open("::", port)
     except OSError as error:

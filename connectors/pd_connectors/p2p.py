@@ -273,6 +273,10 @@ class PeerToPeerConnector(Connector):
                 f"kv_peer_bytes_per_second|peer={peer},memory={reader.memory}": speed
                 for peer, speed in reader.link_speeds().items()
             },
+            **{
+                f"kv_peer_slow|peer={peer},memory={reader.memory}": float(is_slow)
+                for peer, is_slow in reader.slow_links().items()
+            },
         }
 
     # the control thread

@@ -29,7 +29,6 @@ class PeerEndpoint:
     key: PeerKey
     deadline: float  # until which it must be ready
     ready: bool = False
-    link: LinkSpeed = field(default_factory=LinkSpeed)
 
     def serves(self, lease: LeaseRef) -> bool:
         """Whether the lease's blocks are read over it."""
@@ -45,7 +44,10 @@ class Peer:
     greeting: Greeting | None = None
     endpoint: PeerEndpoint | None = None
     pulls: dict[str, Pull] = field(default_factory=dict)  # live and draining
+    link: LinkSpeed = field(default_factory=LinkSpeed)  # over all of its endpoints
+    why_slow: str = ""  # see `slow_link.why_slow`
     is_lost: bool = False  # the connection broke, and no message has arrived since
+    is_doubted: bool = False  # it left a question unanswered, and no message has arrived since
 
     @property
     def is_wanted(self) -> bool:

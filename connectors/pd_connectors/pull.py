@@ -34,7 +34,7 @@ from pd_connectors.base import Event, FirstTokens, LoadDone, LoadDrained, LoadFa
 from pd_connectors.block_reads import BlockReads, PostRead
 from pd_connectors.protocol.errors import LoadFailure
 from pd_connectors.protocol.messages import Confirm, ConfirmReply, LeaseState, Release, Renew
-from pd_connectors.pull_limits import LOST_GRACE_S, RENEWALS_PER_TTL
+from pd_connectors.pull_limits import DOUBT_S, LOST_GRACE_S, RENEWALS_PER_TTL
 
 if TYPE_CHECKING:
     from pd_connectors.protocol.layout import BlockLayout
@@ -103,8 +103,17 @@ class Pull:
     """One load. Call an input, then carry out what `take_actions` returns. `layout` is ours, see BlockReads."""
 
     def __init__(
-        self, load_id: str, ticket: Ticket, layout: BlockLayout, deadline_s: float, limits: PullLimits, now: float
+        self,
+        load_id: str,
+        ticket: Ticket,
+        layout: BlockLayout,
+        deadline_s: float,
+        limits: PullLimits,
+        now: float,
+        *,
+        is_doubted: bool = False,
     ) -> None:
+        """is_doubted: P has left a question unanswered and sent nothing since, so its first answer is due soon."""
         self.load_id = load_id
         self.ticket = ticket
         self.phase = LoadPhase.ATTACHING
@@ -124,7 +133,8 @@ class Pull:
         self._first_tokens_out = False
         self._renew_every_s = limits.renew_every_s
         self._renew_at = now
-        self._answer_due: float | None = None  # None: every Renew is answered
+        # None: every Renew is answered
+        self._answer_due: float | None = now + min(DOUBT_S, limits.silence_s) if is_doubted else None
         self._is_lost = False  # the connection broke, and nothing was received since
         self._nonce = 0
         self._confirm_at = 0.0

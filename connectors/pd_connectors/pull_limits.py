@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 RENEWALS_PER_TTL = 4  # three in a row may be lost
+DOUBT_S = 0.25  # for the first answer of a peer that left its last question unanswered, as behind a cut network
 LOST_GRACE_S = 1.0  # for an answer over a new connection, after one broke or could not be made
 
 

@@ -31,6 +31,7 @@ from pd_connectors.protocol.messages import ConfirmReply, Hello, HelloReply, Lea
 from pd_connectors.pull import Emit, Pull, Send
 from pd_connectors.pull_limits import LOST_GRACE_S, PullLimits
 from pd_connectors.pull_table import PullTable
+from pd_connectors.slow_link import why_slow
 from pd_connectors.transport import Address, Completion, Connected, ConnectFailed, PeerKey, ReadEnded, Transport
 
 if TYPE_CHECKING:
@@ -87,7 +88,8 @@ class Reader:
             return
         address = (ticket.host, ticket.port)
         peer = self._peers.setdefault(address, Peer(address, now))
-        pull = Pull(load_id, ticket, self._context.layout, deadline_s, self._limits, now)
+        layout, limits = self._context.layout, self._limits
+        pull = Pull(load_id, ticket, layout, deadline_s, limits, now, is_doubted=peer.is_doubted)
         self.loads.add(peer, pull)
         endpoint = peer.endpoint
         if endpoint is None or not endpoint.serves(ticket.lease):
@@ -120,7 +122,9 @@ class Reader:
         peer = self._peers.get(owner)
         if peer is None:
             return
-        peer.is_lost = False
+        if peer.is_doubted:
+            logger.info("the prefill node at %s answers again", _name(peer))
+        peer.is_lost = peer.is_doubted = False
         match message:
             case HelloReply():
                 self._on_hello_reply(peer, message, now)
@@ -193,8 +197,11 @@ class Reader:
 
     def link_speeds(self) -> dict[str, float]:
         """Bytes per second of the link to each peer, by host:port, where enough was read to know it."""
-        ends = [(_name(peer), peer.endpoint) for peer in list(self._peers.values())]
-        return {name: end.link.bytes_per_s for name, end in ends if end is not None and end.link.bytes_per_s}
+        return {_name(peer): peer.link.bytes_per_s for peer in list(self._peers.values()) if peer.link.bytes_per_s}
+
+    def slow_links(self) -> dict[str, bool]:
+        """Whether each of these is far slower than it must be."""
+        return {_name(peer): bool(peer.why_slow) for peer in list(self._peers.values()) if peer.link.bytes_per_s}
 
     # inside
 
@@ -224,8 +231,10 @@ class Reader:
                     if peer.endpoint is not None:
                         groups = zip(local, self._context.layout.groups, strict=True)
                         num_bytes = sum(len(ids) * group.block_bytes for ids, group in groups)
-                        peer.endpoint.link.posted((pull.load_id, number), num_bytes, now)
+                        peer.link.posted((pull.load_id, number), num_bytes, now)
                 case Emit(event):
+                    if pull.is_unanswered and isinstance(event, LoadFailed):
+                        _doubt(peer, pull.ticket)
                     self._emit(event)
         if pull.is_over and self.loads.remove(peer, pull):
             peer.idle_since = now
@@ -257,6 +266,8 @@ class Reader:
         if now >= greeting.deadline:
             peer.greeting = None
             detail = "no answer to a greeting"
+            for pull in peer.pulls.values():
+                _doubt(peer, pull.ticket)
             self._fail(peer, LoadFailure.UNREACHABLE, detail, now, lambda pull: pull.endpoint is None)
         elif now >= greeting.hello_at:
             greeting.hello_at = now + HELLO_EVERY_S
@@ -321,14 +332,19 @@ class Reader:
             self._tear_down(peer, peer.endpoint, LoadFailure.READ_FAILED, detail, now)
 
     def _measure_link(self, peer: Peer, ended: ReadEnded, now: float) -> None:
-        if peer.endpoint is None:
-            return
-        link = peer.endpoint.link
-        was_slow = link.is_slow
+        link, is_gpu = peer.link, self.memory == "cuda"
+        was_slow, told = link.is_slow, peer.why_slow
         link.ended(ended.read_id, now, is_good=not ended.error)
-        if link.is_slow and not was_slow and self.memory == "cuda":
-            where, gbps = _name(peer), link.bytes_per_s / 1e9
+        where, gbps = _name(peer), link.bytes_per_s / 1e9
+        if link.is_slow and not was_slow and is_gpu:
             logger.warning("KV comes from %s at %.2g GB/s. Likely causes %s", where, gbps, CAUSES)
+        is_one_host = peer.address[0] == self._context.host
+        why = why_slow(link.bytes_per_s, link.best_bytes_per_s, is_gpu=is_gpu, is_one_host=is_one_host)
+        if why and not told:
+            logger.warning("the link is slow: KV comes from %s at %.2g GB/s, %s", where, gbps, why)
+        elif told and not why:
+            logger.info("the link is no longer slow: KV comes from %s at %.2g GB/s", where, gbps)
+        peer.why_slow = why
 
     def _tick_endpoint(self, peer: Peer, now: float) -> None:
         endpoint = peer.endpoint
@@ -354,6 +370,7 @@ class Reader:
     def _disconnect(self, peer: Peer) -> None:
         if peer.endpoint is not None:
             key, peer.endpoint = peer.endpoint.key, None
+            peer.link.forget_reads()
             self._transport.disconnect(key)
 
     def _drop(self, peer: Peer) -> None:
@@ -365,6 +382,14 @@ class Reader:
 def _name(peer: Peer) -> str:
     host, port = peer.address
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _doubt(peer: Peer, ticket: Ticket) -> None:
+    """Note, and say once, that the owner of a lease does not answer where its ticket says."""
+    if not peer.is_doubted:
+        causes = "it stands still, the network is cut, or its --advertise-host is wrong"
+        logger.warning("prefill node %s does not answer at %s: %s", ticket.lease.engine_id, _name(peer), causes)
+    peer.is_doubted = True
 
 
 def _owner(pull: Pull) -> tuple[str, int]:

@@ -70,6 +70,10 @@ ENGINE: dict[str, Meaning] = {
     "kv_peer_bytes_per_second": Meaning(
         "Bandwidth of the last reads from a prefill node; `memory` is `cuda` or `cpu`.", "peer, memory"
     ),
+    "kv_peer_slow": Meaning(
+        "1 while that is less than a hundredth of the most that it was, or than 2 GB/s between GPUs of one host.",
+        "peer, memory",
+    ),
     "loads_done_total": Meaning("Loads that ended with confirmed KV."),
     "loads_failed_total": Meaning("Loads that ended without.", "reason"),
     "loads_open": Meaning("Loads under way."),

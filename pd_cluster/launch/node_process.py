@@ -37,7 +37,7 @@ from pd_cluster.launch.sockets import listen, port_of
 from pd_cluster.protocol.messages import HEARTBEAT_S
 from pd_http.names import MAX_NAME_CHARS, is_name
 from pd_http.settings import refuse
-from pd_http.sockets import inherited
+from pd_http.sockets import inherited, watch_path
 
 if TYPE_CHECKING:
     import socket
@@ -69,6 +69,7 @@ def run_node(config: NodeConfig, spawn: SpawnEngine) -> int:
     server = config.server
     opened = inherited(server.listen_fd) if server.listen_fd >= 0 else listen(server.host, server.port)
     with contextlib.closing(opened) as listener:
+        watch_path(listener)
         completed = complete(config, port_of(listener))  # torch describes a model that transformers alone knows
         if not config.server.output_parser:  # a user's module may import anything
             leave_out_torch()

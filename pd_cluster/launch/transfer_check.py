@@ -2,7 +2,8 @@
 only this process does.
 
     python -m pd_cluster.launch.transfer_check serve HOST PORTS           prints a line that describes this side, and
-                                                                          serves its memory until standard input ends
+                                                                          serves its memory until standard input ends;
+                                                                          if that is /dev/null, until a signal
     python -m pd_cluster.launch.transfer_check read HOST PORTS [FILE]     prints {"bytes": ..., "seconds": ..., ...} or
                                                                           {"error": ...}
 
@@ -16,6 +17,8 @@ import contextlib
 import json
 import os
 import secrets
+import signal
+import stat
 import subprocess
 import sys
 import time
@@ -70,6 +73,8 @@ def _serve(host: str, ports: str) -> int:
     sys.stdout.write(description.hex() + "\n")
     sys.stdout.flush()
     with contextlib.suppress(KeyboardInterrupt):
+        if stat.S_ISCHR(os.fstat(sys.stdin.fileno()).st_mode) and not sys.stdin.isatty():
+            signal.pause()  # /dev/null, as of a container or a service: its end says nothing
         sys.stdin.read()  # until the reading process closes it or dies
     return 0
 

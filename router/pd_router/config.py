@@ -75,7 +75,7 @@ class RouterConfig(HttpLimits):
         "auto: while the decode nodes would miss the nodes' --slo-tpot-ms with one more stream, a prefill node that "
         "has time for it keeps the stream of a prompt, else one with fewer sequences than any decode node; without "
         "a target one with time to spare, where the stream is sooner and costs less. Not if the request asks for an "
-        "order.",
+        "order. And while no decode node answers, prefill nodes serve requests alone, whatever they ask for.",
         choices=("auto", "never"),
     )
     slo_ttft_ms: float = setting(

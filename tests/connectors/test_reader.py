@@ -36,7 +36,7 @@ from pd_connectors.protocol.messages import (
     ToOwner,
 )
 from pd_connectors.protocol.ticket import Ticket
-from pd_connectors.pull_limits import LOST_GRACE_S, PullLimits
+from pd_connectors.pull_limits import DOUBT_S, LOST_GRACE_S, PullLimits
 from pd_connectors.reader import HELLO_EVERY_S, PEER_IDLE_S, Reader
 from pd_connectors.transport import (
     Address,
@@ -151,6 +151,11 @@ class Bench:
         reply = ConfirmReply(asked.lease, asked.generation, asked.num_tokens, asked.nonce, ok=True)
         self.reader.on_message(OWNER, reply, now)
 
+    def finished(self, load_id: str) -> None:
+        """A load that is over; the endpoint stays."""
+        self.reading(load_id)
+        self.finish(load_id)
+
     def releases(self) -> list[Release]:
         return [message for message in self.sent if isinstance(message, Release)]
 
@@ -190,6 +195,22 @@ def test_a_slow_link_between_gpus_is_told_once(
     assert bench.reader.link_speeds() == {f"{OWNER[0]}:{OWNER[1]}": 2 * LAYOUT.block_bytes / 0.5}
     warnings = [record.message for record in caplog.records if "Likely causes on one host" in record.message]
     assert len(warnings) == num_warnings
+
+
+def test_a_link_that_became_slow_is_told_until_it_is_not(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Over a new endpoint too: what the link gave before is known."""
+    monkeypatch.setattr(link_speed, "MIN_BYTES", 1)
+    name, num_slow = f"{OWNER[0]}:{OWNER[1]}", 0
+    for number, seconds in enumerate([0.001, *[4.0] * 9, *[0.001] * 9]):
+        load_id, now = str(number), 10.0 * number
+        bench.reading(load_id, now=now)
+        bench.finish(load_id, now + seconds)
+        num_slow += bench.reader.slow_links() == {name: True}
+    assert num_slow > 1
+    assert bench.reader.slow_links() == {name: False}
+    assert sum("the link is slow" in record.message for record in caplog.records) == 1
 
 
 def test_loads_of_one_peer_share_greeting_and_endpoint(bench: Bench) -> None:
@@ -314,6 +335,37 @@ def test_a_lost_connection_that_comes_back_costs_nothing(bench: Bench) -> None:
     bench.announce(ticket)
     bench.reader.tick(LOST_GRACE_S)
     assert LoadFailed not in [type(event) for event in bench.events]
+
+
+def test_after_a_silence_the_next_loads_wait_a_moment_only(bench: Bench) -> None:
+    """Behind a cut network each load would wait `silence_s` for nothing. A word of the peer gives the patience back."""
+    limits, now = PullLimits(), 50.0
+    bench.finished("a")
+    bench.begin("b")
+    bench.reader.tick(limits.silence_s)
+    assert bench.outcome("b") == [LoadFailure.PEER_FROZEN, LoadDrained]
+    ticket = bench.begin("c", now=now)
+    bench.reader.tick(now + DOUBT_S)
+    assert bench.outcome("c") == [LoadFailure.PEER_FROZEN, LoadDrained]
+    bench.announce(ticket, now + DOUBT_S)  # late, and yet a word
+    bench.begin("d", now=now)
+    bench.reader.tick(now + DOUBT_S)
+    assert bench.outcome("d") == []
+    bench.reader.tick(now + limits.silence_s)
+    assert bench.outcome("d") == [LoadFailure.PEER_FROZEN, LoadDrained]
+
+
+def test_after_a_greeting_without_answer_the_next_loads_wait_a_moment_only(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    bench.begin("a")
+    bench.reader.tick(CONTEXT.connect_deadline_s)
+    assert bench.outcome("a") == [LoadFailure.UNREACHABLE, LoadDrained]
+    bench.begin("b", now=50.0)
+    bench.reader.tick(50.0 + DOUBT_S)
+    assert bench.outcome("b") == [LoadFailure.PEER_FROZEN, LoadDrained]
+    (told,) = caplog.messages
+    assert told.startswith("prefill node P does not answer at owner:1")
 
 
 def test_a_read_that_hangs_costs_the_endpoint(bench: Bench) -> None:

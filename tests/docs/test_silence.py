@@ -15,6 +15,7 @@ from pd_cluster.worker import rank_frames
 from pd_cluster.worker.rank_link import SILENCE_S
 from pd_connectors import p2p
 from pd_connectors.base import ConnectorContext
+from pd_connectors.pull_limits import DOUBT_S
 from pd_router.config import RouterConfig
 from tests.cluster import ROOT
 
@@ -23,6 +24,7 @@ GIVEN = {field.name: field.default for field in dataclasses.fields(ConnectorCont
 RULES = [
     f"the engine: no word for max({FROZEN_S:g} s, {STEP_FACTOR:g} x the predicted step) |",
     f"| no answer to a renewal for {GIVEN['silence_s']:g} s |",
+    f"| no answer to the first renewal of a load for {DOUBT_S:g} s |",
     f"| no sign of life (one a second) for {PEER_SILENCE_S:g} s |",
     f"| `/health` unanswered for `--health-timeout-s` ({ROUTER.health_timeout_s:g} s) |",
     f"| the router, each `--health-interval-s` ({ROUTER.health_interval_s:g} s) |",

@@ -25,7 +25,13 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 PATIENT = f"--health-timeout-s={HANG_S:g}"
 USAGE = {"include_usage": True}
 _SUFFIX = re.compile("_(bucket|sum|count|total)$")
-ON_EVENT = {"pd_loads_failed", "pd_kv_peer_bytes_per_second", "pd_quarantined_blocks", "pd_handshakes_failed"}
+ON_EVENT = {
+    "pd_loads_failed",
+    "pd_kv_peer_bytes_per_second",
+    "pd_kv_peer_slow",
+    "pd_quarantined_blocks",
+    "pd_handshakes_failed",
+}
 # Of nodes that draft: `tests/engine/test_drafted_answers.py` has these counters
 OF_DRAFTS = {
     "pd_spec_decode_num_drafts", "pd_spec_decode_num_draft_tokens", "pd_spec_decode_num_accepted_tokens",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
+import signal
 import subprocess
 import sys
 from typing import TYPE_CHECKING
@@ -219,10 +220,11 @@ def test_a_real_transfer() -> None:
 
 @pytest.mark.integration
 @pytest.mark.slow
-def test_a_link_between_two_checks(tmp_path: Path) -> None:
+@pytest.mark.parametrize("stdin", [subprocess.PIPE, subprocess.DEVNULL])
+def test_a_link_between_two_checks(tmp_path: Path, stdin: int) -> None:
     pytest.importorskip("nixl_cu13")
     command = [sys.executable, "-m", "pd_cluster.launch.cli", "check", "--offer-link", "--advertise-host=127.0.0.1"]
-    offer = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    offer = subprocess.Popen(command, stdin=stdin, stdout=subprocess.PIPE, text=True)
     try:
         assert offer.stdout is not None
         link = tmp_path / "link"
@@ -230,6 +232,8 @@ def test_a_link_between_two_checks(tmp_path: Path) -> None:
         finding, _ = check.check_transfer("127.0.0.1", "", str(link))
         assert finding.verdict is not Verdict.FAIL, finding.detail
         assert "GB/s between two processes" in finding.detail
+        if stdin == subprocess.DEVNULL:
+            offer.send_signal(signal.SIGINT)
         offer.communicate(timeout=60)  # closes its standard input
         assert offer.returncode == 0
     finally:

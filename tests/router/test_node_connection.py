@@ -373,6 +373,14 @@ async def test_an_early_answer_leaves_no_half_sent_request_on_a_kept_connection(
     writers[0].transport.abort()
 
 
+async def test_the_kernel_watches_the_path_to_a_node() -> None:
+    async with scripted() as (node, pool):
+        await answer_of(await post(pool, node))
+        (connection,) = pool._open
+        ours = connection._transport.get_extra_info("socket")
+        assert ours.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+
+
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
 async def test_a_router_without_files_does_not_blame_the_node(host: str) -> None:
     pool = ConnectionPool(connect_timeout_s=WAIT_S, keepalive_s=1.0)

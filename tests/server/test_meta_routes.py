@@ -9,6 +9,7 @@ import openai
 import pytest
 
 from pd_cluster.protocol.messages import ReleaseLease
+from pd_cluster.server.routes.meta_routes import slow_links
 from pd_connectors.protocol.ticket import sign
 from tests.http.answer import COMPLETIONS, post
 from tests.server.fake_engine import FakeEngine, says
@@ -69,6 +70,14 @@ async def test_health_follows_the_engine() -> None:
         engine.ready = None
         status, body = await get(node, "/health")
         assert (status, body["status"]) == (503, "starting")
+
+
+def test_links_that_the_connector_calls_slow_are_told() -> None:
+    links = {"peer=[fd77::1]:81,memory=cpu": (2e7, 1.0), "peer=b:1,memory=cpu": (2e9, 0.0)}
+    gauges = {f"kv_peer_bytes_per_second|{link}": speed for link, (speed, _) in links.items()}
+    gauges |= {f"kv_peer_slow|{link}": is_slow for link, (_, is_slow) in links.items()}
+    assert slow_links(gauges) == ["KV comes from [fd77::1]:81 at 0.02 GB/s"]
+    assert slow_links({}) == []
 
 
 async def test_kv() -> None:

@@ -31,7 +31,7 @@ from pd_http.metrics import EXPOSITION_TYPE
 from pd_http.reply import json_response
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Mapping
 
     from starlette.requests import Request
 
@@ -93,6 +93,13 @@ def _model_card(state: NodeState, name: str) -> dict[str, Any]:
     }
 
 
+def slow_links(gauges: Mapping[str, float]) -> list[str]:
+    """The links that the connector calls slow, each with its bandwidth."""
+    labels = [name.partition("|")[2] for name, value in gauges.items() if name.startswith("kv_peer_slow|") and value]
+    speeds = [(label, gauges.get(f"kv_peer_bytes_per_second|{label}", 0.0) / 1e9) for label in labels]
+    return [f"KV comes from {label.split(',')[0].removeprefix('peer=')} at {gbps:.2g} GB/s" for label, gbps in speeds]
+
+
 async def health(state: NodeState, _: Request) -> Response:
     """The state of the node; status 503 unless it is ok."""
     body = _health_report(state)
@@ -113,6 +120,8 @@ def _health_report(state: NodeState) -> dict[str, Any]:
         "lora_slots": state.adapters.num_slots,
         "kv_in_use": round(stats.kv.in_use / stats.kv.num_blocks, 3) if stats else 0.0,
     }
+    if stats and (slow := slow_links(stats.gauges)):
+        body["slow_links"] = slow
     if state.engine.frozen:
         body["reason"] = state.engine.frozen
     if ready is not None:

@@ -46,7 +46,7 @@ class Control:
         self._views = views
 
     async def health(self, request: Request) -> Response:
-        """200 while a node can decode: then requests can be served, whichever other nodes are down.
+        """200 while a node may answer: then requests can be served, whichever other nodes are down.
 
         503 `draining` from the signal on that ends this router, which still serves: balancers shall turn to another.
         """
@@ -54,13 +54,14 @@ class Control:
         is_leaving = self._s.leaving.is_set()
         decodes = table.healthy(DECODERS, None)
         prefills = table.healthy((Role.PREFILL,), None)
+        can_serve = bool(table.answering(None))
         report = {
-            "status": "draining" if is_leaving else "ok" if decodes else "unavailable",
+            "status": "draining" if is_leaving else "ok" if can_serve else "unavailable",
             "role": "router",
             "healthy": {"prefill": len(prefills), "decode": len(decodes)},
             "nodes": len(table.nodes),
         }
-        return json_response(report, 200 if decodes and not is_leaving else 503)
+        return json_response(report, 200 if can_serve and not is_leaving else 503)
 
     async def version(self, request: Request) -> Response:
         try:

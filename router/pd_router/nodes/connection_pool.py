@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import quote, urlsplit
 
 from pd_http.files import has_files
+from pd_http.sockets import watch_path
 from pd_router.nodes.node_connection import AnswerBroken, NodeConnection, Unanswered
 
 if TYPE_CHECKING:
@@ -122,7 +123,7 @@ class ConnectionPool:
         origin.uses += 1
         try:
             async with asyncio.timeout(self._connect_timeout_s):
-                _, connection = await self._loop.create_connection(made, origin.host, origin.port, ssl=origin.tls)
+                there, connection = await self._loop.create_connection(made, origin.host, origin.port, ssl=origin.tls)
         except OSError as error:
             limit = f"no answer within {self._connect_timeout_s:g} s" if isinstance(error, TimeoutError) else error
             failure = NoConnection(f"cannot connect to {origin.host}:{origin.port}: {limit}")
@@ -132,6 +133,7 @@ class ConnectionPool:
             origin.uses -= 1
         if not connection.is_open:
             raise Unanswered("the connection was closed at once")
+        watch_path(there.get_extra_info("socket"))
         self._open[connection] = origin
         origin.num_open += 1
         return connection

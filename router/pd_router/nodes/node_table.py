@@ -83,6 +83,7 @@ class Node:
     max_model_len: int | None = None  # in tokens; None: /health does not name it
     num_slots: int | None = None  # sequences that run at once; None: /health does not name it
     kv_in_use: float = 0.0  # share of its KV cache by the last /health; 0: /health does not name it
+    slow_links: tuple[str, ...] = ()  # from prefill nodes, in words, by the last /health
     stream_version: str = ""  # nodes with an equal one continue each other's streams; "": it sends no frames
     prefill_bytes: int = 0  # outstanding prompt bytes
     decode_sequences: int = 0  # outstanding generations
@@ -146,6 +147,7 @@ class NodeTable:
     def __init__(self, config: RouterConfig, clock: Callable[[], float]) -> None:
         self._eject_after = config.eject_after
         self._eject_s = config.eject_s
+        self._keeps = config.decode_on_prefill == "auto"
         self.clock = clock
         self.nodes: tuple[Node, ...] = ()
         self._longest_body: int | None = _NOT_KNOWN
@@ -270,6 +272,16 @@ class NodeTable:
             if n.role in wanted and n.is_healthy(now_s) and n.serves(model) and not (is_adapter and n.models is None)
         ]
 
+    def answering(self, model: str | None) -> list[Node]:
+        """The healthy nodes that may generate: those that decode, and where there is none, the prefill nodes that can.
+
+        Those of other engines may be unable to. A node that writes frames is able to.
+        """
+        found = self.healthy(DECODERS, model)
+        if found or not self._keeps:
+            return found
+        return [node for node in self.healthy((Role.PREFILL,), model) if node.stream_version]
+
     def known_name(self, model: str | None) -> str:
         """`model` if a node tells that it serves it, else "": metrics and logs take no other text of clients."""
         return model if model and any(node.models and model in node.models for node in self.nodes) else ""
@@ -346,6 +358,7 @@ class NodeTable:
             "down_s": None if node.down_since_s is None else round(now_s - node.down_since_s, 1),
             "restarts": node.restarts,
             "state": node.state,
+            "slow_links": list(node.slow_links),
             "down": None if node.liveness.down is None else node.liveness.down.why,
             "source": self.source_of(node),
             "outstanding": {"prefill_bytes": node.prefill_bytes, "sequences": node.decode_sequences},

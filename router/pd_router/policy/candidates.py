@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from pd_router.config import RouterConfig
     from pd_router.policy.prompt_facts import PromptFacts
 
-DEFAULT, NO_PREFILL_NODE = "default", "no-prefill-node"
+DEFAULT, NO_PREFILL_NODE, NO_DECODE_NODE = "default", "no-prefill-node", "no-decode-node"
 
 
 class Pairing(NamedTuple):
@@ -55,11 +55,16 @@ def to_generate(
     `resume_nodes`: of a stream that was cut, the only nodes that may answer. Raises ModelNotFound, NoNode.
     """
     reads, answers = _sides(table, model)
+    has_decodes = bool(answers)
+    if not has_decodes and settings.decode_on_prefill == "auto":
+        answers = table.answering(model)
     if resume_nodes is not None:
         answers = [node for node in answers if node in resume_nodes]
     prefills, decodes = _rotated(reads, turn), _rotated(answers, turn)
     if not decodes:
         raise _no_node("no healthy node can decode", model)
+    if not has_decodes:
+        return Candidates(DIRECT, NO_DECODE_NODE, (), decodes)
     if not prefills or prompt.shows_logprobs or not (pairings := _pairings(prefills, decodes)):
         reason = NO_PREFILL_NODE if not prefills else "prompt-logprobs" if prompt.shows_logprobs else "no-pair"
         return Candidates(DIRECT, reason, prefills, decodes)

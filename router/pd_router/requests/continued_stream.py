@@ -12,7 +12,6 @@ from pd_connectors.protocol.text_chain import chain_key
 from pd_http.errors import NodesDied
 from pd_http.node_answers import FailureKind
 from pd_router.calls.headers import REQUEST_ID
-from pd_router.nodes.node_table import DECODERS, Node
 from pd_router.nodes.upstream import LegFailed, Refused
 from pd_router.policy.charge import charge_for
 from pd_router.policy.prompt_facts import prompt_facts
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
     from pd_http.frames import Continuation
     from pd_router.calls.body import RequestBody
     from pd_router.calls.headers import Headers
+    from pd_router.nodes.node_table import Node
     from pd_router.requests.continued_route import ContinuedRoute
     from pd_router.requests.node_deaths import NodeDeaths
     from pd_router.requests.services import Services
@@ -163,4 +163,4 @@ class ContinuedStream:
         return leg
 
     def _candidates(self) -> list[Node]:
-        return self._resume_nodes.among(self._s.table.healthy(DECODERS, self._body.model))
+        return self._resume_nodes.among(self._s.table.answering(self._body.model))

@@ -6,6 +6,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 import orjson
+from msgspec.structs import replace
 
 from pd_connectors.protocol.feed import CHARGE_HEADER, PREFILL_CHARGE_HEADER
 from pd_http.node_answers import FailureKind
@@ -15,7 +16,7 @@ from pd_router.config import HandoffOrder
 from pd_router.errors import NodeFailed
 from pd_router.nodes.node_table import DECODERS, READERS, Role
 from pd_router.nodes.upstream import LegFailed, Refused
-from pd_router.policy.candidates import NO_PREFILL_NODE
+from pd_router.policy.candidates import NO_DECODE_NODE, NO_PREFILL_NODE
 from pd_router.policy.charge import charge_for
 from pd_router.requests.continued_stream import ContinuedStream
 from pd_router.requests.legs import DecodeLeg, Handoff, PrefillLeg
@@ -187,10 +188,14 @@ class RoutedRequest(NodeRequest):
 
         Raises Refused, NodeFailed, NoNode, NodesDied.
         """
-        leg, last = await self._try_decodes(body, self.route.best, has_other_way=self._has_alone)
+        leg, last = await self._try_decodes(body, self.route.best, has_other_way=self._has_other_way)
         if leg is None and (last is None or may_be_tried_again(last)) and self._has_alone():
             self._set_direct("no-pair")
             leg, failure = await self._try_decodes(self._body.plain(), self.route.best_alone)
+            last = failure or last
+        if leg is None and (last is None or may_be_tried_again(last)) and (keepers := self._keepers()):
+            self.route = replace(self.route.direct(NO_DECODE_NODE), decodes=keepers)
+            leg, failure = await self._try_decodes(self._body.plain(), self.route.best)
             last = failure or last
         if leg is not None:
             return leg
@@ -212,6 +217,14 @@ class RoutedRequest(NodeRequest):
             return False
         decodes = self._healthy(*DECODERS)()
         return self.route.best_alone(decodes, self._s.table.clock()) is not None
+
+    def _has_other_way(self) -> bool:
+        return self._has_alone() or bool(self._keepers())
+
+    def _keepers(self) -> tuple[Node, ...]:
+        """Prefill nodes that read and answer the request, because no decode node is left."""
+        nodes = () if self.route.reason == NO_DECODE_NODE else self._s.table.answering(self._body.model)
+        return tuple(node for node in nodes if node.role is Role.PREFILL)
 
     def _drain_failed(self, failure: LegFailed) -> None:
         """Count a failure of P after its ticket. D learns of it from the lease."""

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("pd_router")
 MAX_MODELS = 1000  # of one node, with the names of its adapters
 MAX_REASON_CHARS = 500
+MAX_SLOW_LINKS = 8  # of one node: to show
 LEAST_INTERVAL_S = 0.05  # between two polls of a node, whatever its feed says
 UNTOLD_PROTOCOL = 2  # of a node that tells no `kv_protocol`: the releases before it speak no later version
 
@@ -149,6 +150,9 @@ class HealthPoller:
         node.kv_version = f"{fingerprint}/{protocol}" if is_reported else ""
         kv_in_use = report.get("kv_in_use")
         node.kv_in_use = kv_in_use if isinstance(kv_in_use, float | int) else 0.0
+        slow = report.get("slow_links")
+        told = slow[:MAX_SLOW_LINKS] if isinstance(slow, list) else ()
+        node.slow_links = tuple(one[:MAX_REASON_CHARS] for one in told if isinstance(one, str))
         return restarted
 
     async def _read_models(self, node: Node) -> None:
