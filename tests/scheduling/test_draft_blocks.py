@@ -186,6 +186,7 @@ def test_while_a_sequence_waits_for_blocks_drafts_get_none() -> None:
     world.take(world.scheduler.abort(parked))
 
 
+@pytest.mark.long
 @pytest.mark.slow_cases
 @pytest.mark.parametrize("kv", [ONLY_WINDOW, FULL_WINDOW])
 @pytest.mark.parametrize("num_right", [0, 3, 9])
