@@ -17,6 +17,7 @@ from tests.cluster import Launcher
 from tests.deadlines import HANG_S, SLOW_HANG_S
 from tests.kept_environment import kept_environment
 from tests.kept_process import kept_process, let_children_hear_hangups
+from tests.slow_cases import mark_slow_cases
 
 if TYPE_CHECKING:
     import ssl
@@ -85,9 +86,11 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """All cases of a test that is marked `long_cases` are `long`, but the first one that is collected.
 
-    A slow test may take SLOW_HANG_S.
+    Of one that is marked `slow_cases` those are slow that tests/slow_cases.py does not keep. A slow test may take
+    SLOW_HANG_S.
     """
     seen: set[str] = set()
+    mark_slow_cases(items)
     for item in items:
         if item.get_closest_marker("slow"):
             own = item.get_closest_marker("timeout")

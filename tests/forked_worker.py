@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 PLUGIN = "forked-worker"
 # Imported when a test first loads a model: 2.4 s of CPU, once before the fork and not once in each worker
 SHARED = ("transformers.modeling_utils",)
-MANY_TESTS = 1000  # some of so many load one, on all workers
+MANY_TESTS = 1000  # some of so many load one, on all workers, if any of them is long
 READ_ALL = ("record_seconds", "record_slow", "durations", "xmlpath")  # options that need each report of a test
 LATE = ("helm_python",)  # packages that start threads when they are imported
 NO_THREADS_ENV = "TOKENIZERS_PARALLELISM"  # read when text is tokenized, which a test file does when it is imported
@@ -144,7 +144,7 @@ class ForkedWorker:
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> object:
         self._patch.undo()
-        if len(session.items) >= MANY_TESTS:
+        if load_models(session.items):
             import_what_is_shared()
         gc.collect()
         gc.freeze()  # a search for garbage in a worker would copy all of it
@@ -241,6 +241,11 @@ class LateModule(ModuleType):
         if sys.modules[self.__name__] is self:
             del sys.modules[self.__name__]
         return getattr(import_module(self.__name__), name)
+
+
+def load_models(items: Sequence[pytest.Item]) -> bool:
+    """Whether tests on all workers will load a model of transformers. Such a test is long: make test-fast has none."""
+    return len(items) >= MANY_TESTS and any(item.get_closest_marker("long") for item in items)
 
 
 def import_what_is_shared() -> None:

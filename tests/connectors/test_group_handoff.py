@@ -86,6 +86,7 @@ def hand_over(connector: str, theirs: BlockLayout, ours: BlockLayout, first: Seq
         assert stats["kv_transfer_bytes_total"] == sum(num_bytes)
 
 
+@pytest.mark.long_cases
 @pytest.mark.parametrize("connector", CONNECTORS)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_each_group_moves_the_blocks_that_later_tokens_read(connector: str, name: str) -> None:

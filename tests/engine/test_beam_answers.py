@@ -145,6 +145,7 @@ def test_searches_of_a_model_with_states_equal_transformers(tmp_path: Path) -> N
     executor.close()
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("adopts", [True, False], ids=["candidates of P", "other parameters at P"])
 @pytest.mark.parametrize("mode", ["off", "on"])
 def test_searches_that_are_taken_over_equal_transformers(

@@ -131,6 +131,7 @@ def num_accepted(bench: Bench) -> int:
     return int(bench.stats.counters["spec_decode_num_accepted_tokens_total"])
 
 
+@pytest.mark.slow_cases
 @pytest.mark.usefixtures("forced")
 @pytest.mark.parametrize("mode", ["off", "on"])
 @pytest.mark.parametrize("index", [1, 3, 5])

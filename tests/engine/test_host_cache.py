@@ -42,7 +42,13 @@ def single(roomy: Node, small: Node) -> Answered:
 
 
 @pytest.mark.parametrize(
-    ("kind", "mode", "runs_early"), [("", "off", False), ("", "on", True), ("", "on", False), ("mixed", "on", False)]
+    ("kind", "mode", "runs_early"),  # without drafts steps overlap as with some
+    [
+        ("", "off", False),
+        ("", "on", True),
+        pytest.param("", "on", False, marks=pytest.mark.slow),
+        ("mixed", "on", False),
+    ],
 )
 def test_hits_in_host_memory_alter_no_answer(
     small: Node, single: Answered, kind: str, mode: str, runs_early: bool, monkeypatch: pytest.MonkeyPatch

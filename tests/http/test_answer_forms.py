@@ -145,6 +145,7 @@ async def test_an_offer_to_upgrade_is_ignored(url: str, offer: tuple[str, ...]) 
         assert [b'"chat.completion' in got.body for got in answers] == [True, False, True, True, False, True, True]
 
 
+@pytest.mark.long
 async def test_after_an_offer_only_requests_are_read(url: str) -> None:
     """The bytes after the body are those of the next request, in HTTP/1.1."""
     async with connected(url) as wire:

@@ -139,6 +139,7 @@ def test_several_prompts_of_a_foreign_router_are_answered(system: System) -> Non
     check_same(on_d, system.ask_node("mixed", COMPLETIONS, body))
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("path", [Path.P_FIRST, Path.D_FIRST])
 @pytest.mark.parametrize("stream", [False, True])
 def test_ignored_fields_are_named_through_the_router(path: Path, stream: bool, system: System) -> None:

@@ -141,6 +141,7 @@ def plain(answer: Any) -> dict[str, Any]:
     return body
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("path", ROUTES)
 @pytest.mark.parametrize("name", COMPLETIONS)
 def test_completion(name: str, path: Path, clients: Clients) -> None:
@@ -158,6 +159,7 @@ def test_completion(name: str, path: Path, clients: Clients) -> None:
             assert logprobs == pytest.approx(choice["logprobs"]["token_logprobs"], abs=1e-4)
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("path", ROUTES)
 @pytest.mark.parametrize("name", CHATS)
 def test_chat(name: str, path: Path, clients: Clients) -> None:
@@ -204,6 +206,7 @@ def test_samples_differ_and_their_seed_repeats_them(path: Path, clients: Clients
     assert texts(1) == texts(1)
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("path", ROUTES)
 @pytest.mark.parametrize("stream", [False, True])
 def test_stop_strings_end_it_and_are_not_shown(stream: bool, path: Path, clients: Clients) -> None:

@@ -77,6 +77,7 @@ def seen(shared_system: System) -> Iterator[Seen]:
         yield one
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
 @pytest.mark.parametrize(("route", "request_id"), [("p-first", "abc"), ("d-first", "bcd")])
 def test_a_handed_over_request_is_explained_from_its_line(

@@ -40,6 +40,7 @@ def draw(seed: int, length: int) -> list[int]:
     return random_prompt(random.Random(seed), length)
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("path", ROUTES)
 @pytest.mark.parametrize(("length", "num_blocks"), [(1, 1), (15, 1), (16, 1), (17, 2), (100, 7), (512, 32)])
 def test_cold(length: int, num_blocks: int, path: Path, system: System) -> None:
@@ -47,6 +48,7 @@ def test_cold(length: int, num_blocks: int, path: Path, system: System) -> None:
     assert moved_blocks(system, path, prompt) == num_blocks
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("path", ROUTES)
 @pytest.mark.parametrize(("cached", "num_blocks"), [(48, 4), (47, 5), (96, 1), (16, 6)])
 def test_partly_cached_on_d(cached: int, num_blocks: int, path: Path, system: System) -> None:
@@ -56,6 +58,7 @@ def test_partly_cached_on_d(cached: int, num_blocks: int, path: Path, system: Sy
     assert moved_blocks(system, path, prompt) == num_blocks
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("path", ROUTES)
 @pytest.mark.parametrize(("length", "num_blocks"), [(96, 0), (97, 1)])
 def test_wholly_cached_on_d(length: int, num_blocks: int, path: Path, system: System) -> None:

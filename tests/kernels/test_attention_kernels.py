@@ -56,6 +56,7 @@ def by_hand(paged: Paged, window: int) -> torch.Tensor:
     return out
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("window", [0, 1, 20, 64])
 @pytest.mark.parametrize("name", ["mha-64", "gqa-80", "mqa-96"])
 def test_reference_equals_attention_by_hand(name: str, window: int) -> None:
@@ -73,6 +74,7 @@ def test_reference_equals_attention_by_hand(name: str, window: int) -> None:
     assert torch.allclose(found, by_hand(paged, window), atol=1e-12)
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize(
     ("window", "dtype"),
     [
@@ -105,6 +107,7 @@ def test_torch_attention_equals_the_reference(name: str, window: int, dtype: tor
     assert torch.equal(place, found)
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("window", [0, 20])
 @pytest.mark.parametrize("name", list(SHAPES))
@@ -124,6 +127,7 @@ def test_torch_attention_has_sinks(name: str, window: int, dtype: torch.dtype) -
     assert share.min() < 0.2 < 0.9 < share.max()
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("window", [0, 20])
 @pytest.mark.parametrize("name", list(SHAPES))

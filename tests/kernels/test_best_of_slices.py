@@ -69,6 +69,7 @@ def draws_of(num_rows: int, temperatures: list[float]) -> Draws:
     return Draws(repeated, seeds.to(DEVICE), positions.to(DEVICE))
 
 
+@pytest.mark.slow_cases
 @pytest.mark.long
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("num_slices", "dtype"), PAIRS, ids=str)

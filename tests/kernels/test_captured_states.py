@@ -194,6 +194,7 @@ def unwritten_is_nan() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
+@pytest.mark.slow_cases
 @pytest.mark.usefixtures("unwritten_is_nan")
 @pytest.mark.parametrize("make_size", [exact, roomy])
 @pytest.mark.parametrize("name", STEPS)

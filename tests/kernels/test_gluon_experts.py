@@ -62,6 +62,7 @@ def error(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found.double() - expected.double()).norm() / expected.double().norm())
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("num_experts", [3, 128])
 @pytest.mark.parametrize(("num_tokens", "num_chosen", "tile"), [(5, 3, 16), (20, 3, 4)])
 def test_each_pair_has_its_own_row_in_a_tile_of_its_expert(

@@ -29,6 +29,7 @@ def run(step: LatentStep) -> torch.Tensor:
     return plan.run(query, own, step.expand, step.cache, step.scale)
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("chunks", STEPS.values(), ids=STEPS)
 @pytest.mark.parametrize("block_size", [16, 64])
 def test_each_kind_of_step_attends_as_defined(chunks: list[Chunk], block_size: int) -> None:

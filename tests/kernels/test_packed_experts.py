@@ -197,6 +197,7 @@ class NewStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("at_once", [1, 5, 24])
 @pytest.mark.parametrize(("outputs", "inputs", "is_gated"), [(208, 160, True), (192, 192, False), (32, 416, True)])
 def test_a_weight_with_room_is_put_into_tiles_in_place(

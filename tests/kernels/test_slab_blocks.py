@@ -72,6 +72,7 @@ def differs(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found.double() - expected).abs().max().nan_to_num(torch.inf))
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("shape", [MIXED, LARGE_BLOCKS], ids=["16", "64"])
 def test_the_reference_reads_live_blocks_only(shape: Shape, window: int) -> None:
@@ -79,6 +80,7 @@ def test_the_reference_reads_live_blocks_only(shape: Shape, window: int) -> None
     assert differs(wanted(in_slabs(paged, window)[0], window), wanted(paged, window)) < 1e-12
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("cache_dtype", [None, FP8], ids=str)
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("shape", [MIXED, LARGE_BLOCKS], ids=["16", "64"])
@@ -90,6 +92,7 @@ def test_torch_reads_live_blocks_only(shape: Shape, window: int, cache_dtype: to
     assert differs(found, wanted(paged, window)) < TOLERANCE[torch.float32]
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("is_wide", [False, True])
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("shape", [MIXED, LARGE_BLOCKS], ids=["16", "64"])
@@ -104,6 +107,7 @@ def test_triton_reads_live_blocks_only(shape: Shape, window: int, is_wide: bool)
     assert differs(found, wanted(paged, window)) < TOLERANCE[torch.float32]
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("parts", [1, 3])
 @pytest.mark.parametrize("window", [0, 30])
 def test_descriptors_have_the_stride_of_blocks(window: int, parts: int) -> None:
@@ -117,6 +121,7 @@ def test_descriptors_have_the_stride_of_blocks(window: int, parts: int) -> None:
     assert differs(found, wanted(paged, window)) < TOLERANCE[torch.float16]
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("tile", [16, 64])
 @pytest.mark.parametrize("few_pairs", [0, 100])
 @pytest.mark.parametrize("window", WINDOWS)

@@ -200,6 +200,7 @@ def test_a_plan_serves_all_layers(parts: int) -> None:
         assert (found.double() - expected(layer, 0)).abs().max() < TOLERANCE[torch.float16]
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("descriptors", [False, True])
 @pytest.mark.parametrize("window", [0, 1, 30])
 def test_tiles_by_pointer_and_by_descriptor(window: int, descriptors: bool) -> None:

@@ -94,6 +94,7 @@ def test_silu_and_mul(rows: int, size: int, dtype: torch.dtype) -> None:
     assert close(triton_activation.silu_and_mul(x), reference.silu_and_mul(x.double()), dtype)
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("normed", NORMED)
 @pytest.mark.parametrize(
     ("num_heads", "num_kv_heads", "head_dim", "rotary", "block_size"),

@@ -189,6 +189,7 @@ def test_pairs_are_sorted_and_cut_into_tiles_of_one_expert(
         assert {expert for expert, _, _ in tiles[len(expected) :]} <= {-1}
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
 @pytest.mark.parametrize(
     ("count", "num_experts", "num_chosen", "hidden", "size"),
@@ -221,6 +222,7 @@ def test_each_rank_adds_what_its_experts_compute(count: int) -> None:
         assert error(total, torch_experts.experts(x, scores, choice, gate_up, down)) < 2e-5
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("is_blocks", [False, True], ids=["channels", "blocks"])
 @pytest.mark.parametrize(("count", "hidden", "size"), [(1, 144, 208), (20, 256, 144), (18, 128, 64)])
 def test_experts_in_float8(count: int, hidden: int, size: int, is_blocks: bool) -> None:
@@ -259,6 +261,7 @@ def test_activations_are_quantized_on_their_way_as_by_a_launch_between(
     assert error(found, torch_experts.experts(x, scores, chosen, *weights)) < (3e-2 if GPU else 5e-3)
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("bytes_per_weight", [1, 2, 4])
 @pytest.mark.parametrize(("num_chosen", "num_experts"), [(8, 128), (2, 8), (1, 384)])
 def test_both_products_have_the_same_tiles_of_pairs(num_chosen: int, num_experts: int, bytes_per_weight: int) -> None:

@@ -23,6 +23,7 @@ def step(num_tokens: int, num_chosen: int, num_experts: int) -> tuple[torch.Tens
     return torch.randn(num_tokens, 24, generator=random).to(DEVICE), chosen.to(DEVICE)
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("num_experts", [3, 128])
 @pytest.mark.parametrize(("num_tokens", "num_chosen", "rows"), [(1, 1, 8), (5, 3, 8), (12, 3, 4), (9, 2, 16)])
 def test_rows_and_tiles_are_those_of_three_launches(

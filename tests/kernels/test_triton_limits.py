@@ -137,6 +137,7 @@ def test_penalties_are_the_references(num_rows: int, vocab_size: int) -> None:
         triton_penalties.penalize(logits, seen[:, 1:], counts, settings, rows)
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("num_rows", "vocab_size"), SIZES)
 def test_logprobs_are_the_references(num_rows: int, vocab_size: int, dtype: torch.dtype) -> None:

@@ -150,6 +150,7 @@ def test_sinks_stand_beside_the_new_token(name: str, window: int, splits: int) -
     check(problem, window, splits=splits, few_pairs=MANY * bool(splits))
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("few_pairs", [0, MANY])
 @pytest.mark.parametrize("name", ["mqa-96", "gqa-80"])
 def test_an_fp8_cache_gets_the_same_numbers(name: str, few_pairs: int) -> None:

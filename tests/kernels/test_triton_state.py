@@ -127,6 +127,7 @@ def test_gates_and_norms(dtype: torch.dtype) -> None:
     torch.testing.assert_close(TritonState().gated_norm(*given), TorchState().gated_norm(*given))
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("parts", [DECODES, MIXED], ids=["decodes", "mixed"])
 def test_gates_are_computed_where_they_are_used(parts: list[Part], dtype: torch.dtype) -> None:

@@ -121,6 +121,7 @@ def test_logits_and_caches_are_those_of_one_rank(saved: SplitStore, name: str, s
     check_equal(saved.served(name), serve(saved.get(name), size))
 
 
+@pytest.mark.slow_cases
 @pytest.mark.long
 @pytest.mark.parametrize("leaves_half", [False, True], ids=["normed", "half normed"])
 @pytest.mark.parametrize("name", ["llama-llama3-rope-biases", "qwen3-experts", "gemma3", "gpt-oss-mxfp4"])
@@ -156,6 +157,7 @@ def test_products_are_chosen_on_each_rank(saved: SplitStore) -> None:
     check_equal(run_ranks(1, of_rank)[0], run_ranks(2, of_rank), 1e-10)
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize(
     "name", ["llama-llama3-rope-biases", "glm4-experts", "minimax-m2", "gemma3", "gpt-oss", "gpt-oss-mxfp4"]
 )

@@ -96,6 +96,7 @@ def first_token_s(choice: CostRoute) -> float:
     return seconds
 
 
+@pytest.mark.long_cases
 @pytest.mark.parametrize("route", ["p-first", "d-first"])
 @pytest.mark.parametrize("slo_ttft_ms", [0.0, 150.0, 400.0])
 def test_the_first_token_is_not_later_than_elsewhere(route: str, slo_ttft_ms: float) -> None:

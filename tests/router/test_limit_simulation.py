@@ -28,6 +28,7 @@ def share_of_places(clients: Clients, seconds: float = 60.0, seed: int = 0) -> f
     return world.served_s / (seconds - 2.0) / CONCURRENCY
 
 
+@pytest.mark.slow_cases
 @pytest.mark.long
 @pytest.mark.parametrize("coming_back", COMING_BACK)
 @pytest.mark.parametrize("load", LOADS)
@@ -48,6 +49,7 @@ def test_a_burst_leaves_nothing_behind() -> None:
     assert world.served == pytest.approx(CONCURRENCY / 2 * 50, abs=2)
 
 
+@pytest.mark.slow_cases
 @pytest.mark.long_cases
 @pytest.mark.parametrize("coming_back", COMING_BACK)
 @pytest.mark.parametrize("load", LOADS)

@@ -68,6 +68,7 @@ async def read(router: Router, path: str) -> tuple[aiohttp.ClientResponse, bytes
             return answer, await answer.read()
 
 
+@pytest.mark.slow_cases
 @pytest.mark.long
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("has_length", [False, True])
@@ -106,6 +107,7 @@ async def test_a_client_that_does_not_read_stops_the_node(path: str, monkeypatch
         assert len(body) == len(PART) * script.num_parts + 2
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("has_length", [False, True])
 async def test_a_node_that_dies_in_the_middle_gives_no_end(path: str, has_length: bool) -> None:

@@ -76,6 +76,7 @@ def test_a_decode_node_does_not_take_what_it_serves_three_times_slower(num_new: 
             assert choice.order is HandoffOrder.DIRECT, (queued, waits_s, alone_s)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("num_tokens", "num_cached", "order"),
     [(FAR - 84, 0, HandoffOrder.DIRECT), (43_500, 40_000, HandoffOrder.P_FIRST)],

@@ -50,6 +50,7 @@ def test_runs_of_equal_seeds_are_equal() -> None:
     assert first != SimWorld(cluster, scaled(arrivals, 4.0, Random(4)), Random(2)).run()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("policy", [COST, LEAST_LOADED, ROUND_ROBIN, BOUND])
 def test_every_request_ends_and_no_charge_is_left(policy: str) -> None:
     arrivals = scaled(synthetic(60, Random(1)), 8.0, Random(1))

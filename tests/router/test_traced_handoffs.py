@@ -112,7 +112,7 @@ async def test_the_spans_of_a_prefill_node_hang_under_the_request(route: str) ->
             assert seen.states == [STATE]
 
 
-@pytest.mark.long_cases
+@pytest.mark.long
 @pytest.mark.parametrize("state", ["v=é", "v=" + "é" * 20_000, "v=" + "x" * 5000], ids=["odd", "huge", "long"])
 async def test_a_state_that_does_not_go_on_unchanged_is_left_out(state: str) -> None:
     """The client's header fails no prefill: P hears the trace without it."""

@@ -69,6 +69,7 @@ def test_answers_have_the_logprobs_that_were_asked_for() -> None:
     ]
 
 
+@pytest.mark.slow_cases
 @pytest.mark.long
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("num_host_blocks", [0, 8])

@@ -186,6 +186,8 @@ def test_while_a_sequence_waits_for_blocks_drafts_get_none() -> None:
     world.take(world.scheduler.abort(parked))
 
 
+@pytest.mark.long
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("kv", [ONLY_WINDOW, FULL_WINDOW])
 @pytest.mark.parametrize("num_right", [0, 3, 9])
 def test_no_block_dies_before_the_token_that_passes_it_is_accepted(kv: GroupSet, num_right: int) -> None:
@@ -244,6 +246,7 @@ def test_a_table_gives_back_only_what_is_after() -> None:
     assert blocks.idle
 
 
+@pytest.mark.slow_cases
 @pytest.mark.long
 @pytest.mark.parametrize("kv", ["full", *(name for name, one in SETS.items() if not one.has_state and name != "full")])
 @pytest.mark.parametrize("seed", [0, 1, 3, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (2, 4, 5))])

@@ -15,6 +15,7 @@ from tests.scheduling.simulation import BLOCK_SIZE, EOS, begun, message, prompt
 from tests.scheduling.world import World
 
 
+@pytest.mark.long_cases
 @pytest.mark.parametrize("n", [1, 2])
 @pytest.mark.parametrize("num_known", [1, 5, BLOCK_SIZE + 1])
 def test_an_answer_goes_on_after_its_known_tokens(n: int, num_known: int) -> None:
@@ -79,6 +80,7 @@ def test_a_cached_prefix_may_reach_into_the_known_tokens(num_cached: int) -> Non
     world.check_empty()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("num_host_blocks", [0, 20])
 @pytest.mark.parametrize("grammar", ["", "g"])
 def test_a_state_that_was_loaded_may_be_lost_before_its_first_step(num_host_blocks: int, grammar: str) -> None:

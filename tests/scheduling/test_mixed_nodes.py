@@ -50,6 +50,7 @@ def test_nothing_is_given_up_where_memory_suffices() -> None:
     nodes.check_empty()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("num_nodes", [2, 3, 4])
 def test_a_circle_of_nodes_that_hand_over(num_nodes: int) -> None:
     """Each one's memory holds what the next wants to read. One of them, the first by name, computes a prompt itself."""
@@ -63,6 +64,7 @@ def test_a_circle_of_nodes_that_hand_over(num_nodes: int) -> None:
     nodes.check_empty()
 
 
+@pytest.mark.long
 def test_a_node_that_may_not_compute_again_waits() -> None:
     """With `--on-load-failure fail` a load that is given up would be an error."""
     nodes = MixedNodes((6, 6))
@@ -74,6 +76,7 @@ def test_a_node_that_may_not_compute_again_waits() -> None:
     nodes.check_empty()
 
 
+@pytest.mark.long
 def test_streams_that_hold_the_memory_are_waited_for() -> None:
     """No load is given up: without the leases there would be no room either."""
     nodes = MixedNodes((8, 8))
@@ -118,6 +121,7 @@ def test_a_node_that_lends_nothing_gives_no_load_up(monkeypatch: pytest.MonkeyPa
     nodes.check_empty()
 
 
+@pytest.mark.long
 def test_a_load_that_begins_again_waits_from_then_on() -> None:
     """The time in between, and that of the load before, are no waiting for what is lent."""
     nodes = MixedNodes((6, 12))
@@ -140,6 +144,7 @@ def test_a_load_that_begins_again_waits_from_then_on() -> None:
     nodes.check_empty()
 
 
+@pytest.mark.long
 def test_what_has_waited_before_any_load_does_not_count() -> None:
     """A search of the pool waits first, but nothing is given up for its sake: it ends soon, or takes less."""
     nodes = MixedNodes((6, 12))
@@ -165,6 +170,7 @@ def test_what_has_waited_before_any_load_does_not_count() -> None:
     nodes.check_empty()
 
 
+@pytest.mark.long
 def test_a_load_of_another_lender_is_next() -> None:
     """No node knows which load stands in the way: one lender after the other gets its lease back."""
     nodes = MixedNodes((6, 20, 20))
@@ -182,6 +188,7 @@ def test_a_load_of_another_lender_is_next() -> None:
     nodes.check_empty()
 
 
+@pytest.mark.long
 def test_loads_that_are_given_up_later_do_not_wait_for_the_last_of_the_others() -> None:
     """What was given up gets its time to have an effect; what has waited until then has still waited."""
     nodes = MixedNodes((20, 6, 20))
@@ -198,6 +205,7 @@ def test_loads_that_are_given_up_later_do_not_wait_for_the_last_of_the_others() 
     nodes.check_empty()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", range(3))
 def test_many_prompts_that_cross(seed: int) -> None:
     """Three nodes with room for one or two prompts, and short answers: no load waits for its deadline."""

@@ -140,6 +140,7 @@ def walk(seed: int, kv: GroupSet) -> int:
     return num_kept
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kv", [SMALL, FULL_STATE, FULL_FAR_STATE])
 def test_a_state_of_a_prompt_leaves_by_eviction_only(kv: GroupSet) -> None:
     assert min(walk(seed, kv) for seed in range(3)) > 2

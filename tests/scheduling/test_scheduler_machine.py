@@ -359,7 +359,7 @@ def test_a_busy_random_walk_leaks_nothing_and_changes_no_token(seed: int) -> Non
     assert random_walk(seed, num_steps=150).clients
 
 
-@pytest.mark.long_cases
+@pytest.mark.long
 @pytest.mark.parametrize(
     # Ten seeds draw each number of bent drafts with and without a tier. Two sets share them, and other ones are slow in
     # each set
@@ -375,6 +375,7 @@ def test_a_busy_random_walk_over_groups_leaks_nothing_and_changes_no_token(seed:
     assert random_walk(seed, num_steps=150, kv=kv).clients
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kv", ["full+state", "full+pair of states"])
 def test_a_short_random_walk_over_states_changes_no_token(kv: str) -> None:
     """Of this seed sequences are swapped after chunks that end with a block."""

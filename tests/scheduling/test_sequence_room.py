@@ -60,6 +60,7 @@ def test_the_longest_sequence_that_fits_is_the_longest_that_can_be_put_into_slab
         assert fits(groups, slabs, num_tokens) == can_be_put(groups, slabs, num_tokens)
 
 
+@pytest.mark.long
 @given(st.integers(1, 10**6))
 def test_one_group_has_room_for_all_of_its_blocks(num_blocks: int) -> None:
     slabs = KvSlabs.of_blocks(BlockLayout((FULL,)), num_blocks)

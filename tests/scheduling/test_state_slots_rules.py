@@ -123,6 +123,7 @@ def test_the_same_prompt_and_the_next_turn_find_a_state(length: int) -> None:
     world.check_empty()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("depth", [1, 2])
 def test_an_answer_keeps_its_newest_state_alone(depth: int) -> None:
     world = World(kv=LATENT_STATE, num_blocks=60, depth=depth)
@@ -218,6 +219,7 @@ def test_without_room_no_state_is_kept_and_nothing_else_changes() -> None:
     world.check_empty()
 
 
+@pytest.mark.long
 def test_no_decode_is_preempted_for_states_that_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing can evict a checkpoint until its step has retired, and a decode wants a block before that."""
 

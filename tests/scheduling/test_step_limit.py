@@ -147,6 +147,7 @@ def test_a_parked_prompt_that_another_node_decodes_shortens_no_step() -> None:
     assert world.start_step().num_tokens == LONG
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("limit", [0, LIMIT])
 def test_a_handed_over_sequence_decodes_in_the_next_step_beside_any_number_of_prompts(limit: int) -> None:
     world = busy_world(2, limit, max_num_batched_tokens=160)

@@ -13,6 +13,7 @@ from tests.scheduling.test_shared_kv_memory import SIZE, hashes_of
 NUM_BLOCKS = 12
 
 
+@pytest.mark.long_cases
 @pytest.mark.parametrize("kv", SETS)
 def test_what_is_lacking_makes_the_hit(kv: str) -> None:
     rng, num_hits = random.Random(kv), 0

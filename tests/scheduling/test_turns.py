@@ -143,6 +143,7 @@ def test_one_request_fills_half_of_the_queue() -> None:
     world.check_empty()
 
 
+@pytest.mark.long
 def test_several_samples_wait_for_no_slots_at_once() -> None:
     """A request with n = 4 begins in the one slot that is free, and what comes after it is not held up behind it."""
     world = World(num_blocks=100)
@@ -198,6 +199,7 @@ def slots_of_equals() -> list[list[int]]:
     return slots
 
 
+@pytest.mark.long
 def test_of_equal_groups_the_oldest_yields() -> None:
     """Runs agree, though their groups have other addresses, by which a set would order them."""
     runs = [slots_of_equals() for _ in range(3)]

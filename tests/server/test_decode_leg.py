@@ -236,6 +236,7 @@ async def test_dead_node_of_an_offer_is_passed_over() -> None:
         assert fallbacks(d, "peer_unreachable") == 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("policy", "num_asked", "status"), [("any", 2, 200), ("remote", 2, 502), ("local", 1, 200), ("fail", 1, 502)]
 )

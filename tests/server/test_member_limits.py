@@ -157,6 +157,7 @@ ONE_MORE: tuple[tuple[str, dict[str, Any], str], ...] = (
 )  # fmt: skip
 
 
+@pytest.mark.long_cases
 @pytest.mark.parametrize(("path", "body", "told"), ONE_MORE)
 def test_one_more_is_a_400_that_names_it(path: str, body: dict[str, Any], told: str) -> None:
     with pytest.raises(InvalidRequest, match=re.escape(told)) as caught:

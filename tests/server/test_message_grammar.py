@@ -167,6 +167,7 @@ def schemas(tool_format: ToolFormat) -> dict[str, Any]:
     return {"get_weather": weather, "add-2": ADD, "stop": EMPTY}
 
 
+@pytest.mark.slow_cases
 @pytest.mark.long
 @pytest.mark.parametrize("thinking", ["no", "may", "open"])
 @pytest.mark.parametrize("parallel", [True, False])

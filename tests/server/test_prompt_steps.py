@@ -303,6 +303,7 @@ def test_ids_are_named_to_the_token() -> None:
     assert names.steps == tuple(zip((112, 240, 368), step_hashes(KEY, "", read.text), strict=True))
 
 
+@pytest.mark.slow_cases
 @pytest.mark.long
 @pytest.mark.parametrize("shape", TEMPLATES)
 @pytest.mark.parametrize("reasons", [False, True])

@@ -148,6 +148,7 @@ def ids_of(tokens: Iterable[Sequence[SampledToken]]) -> list[list[int]]:
     return [[token.token_id for token in one] for one in tokens]
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("has_graphs", [False, True], ids=["launched", "replayed"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_drafts_change_no_token(executor: DeviceExecutor, single: Single, kind: str, *, has_graphs: bool) -> None:
@@ -172,6 +173,7 @@ def test_drafts_change_no_token(executor: DeviceExecutor, single: Single, kind: 
         assert max(size.num_rows for size in replayed) > MAX_SEQS, "draws have more rows than there are sequences"
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("chosen", [(0, 1), (0, 1, 2, 4), (0, 7), (0, 3)], ids=["plain", "limits", "masks", "changed"])
 def test_graphs_draw_after_drafts(executor: DeviceExecutor, single: Single, kind: str, chosen: tuple[int, ...]) -> None:

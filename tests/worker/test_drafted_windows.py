@@ -47,6 +47,7 @@ def served(node: Node, kind: str, mode: str) -> tuple[Answered, list[int]]:
     return bench.answered(), most
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("mode", ["off", "on"])
 def test_drafts_of_a_model_with_windows(node: Node, mode: str) -> None:
     single, most_single = served(node, "", mode)

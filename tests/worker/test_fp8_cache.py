@@ -46,6 +46,7 @@ def logprobs(saved: SavedModel, ids: list[int], cache: DynamicCache) -> torch.Te
     return logits.log_softmax(-1)
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("budget", [1, 16, 512])
 @pytest.mark.parametrize("name", ["llama", "qwen3-some-windows", "gemma3"])
 def test_logprobs_equal_transformers_over_rounded_keys_and_values(models: ModelStore, name: str, budget: int) -> None:

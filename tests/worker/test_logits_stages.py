@@ -234,6 +234,7 @@ def test_late_rows_are_drawn_when_the_step_before_was_read(models: ModelStore, i
     executor.close()
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("is_replayed", [False, True])
 @pytest.mark.parametrize(
     "others", [{}, {"top_k": 9, "logprobs": 2}, {"frequency_penalty": 0.9, "logit_bias": {5: 4.0}}]

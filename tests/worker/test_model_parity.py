@@ -41,6 +41,7 @@ def test_greedy_tokens_equal_transformers(models: ModelStore, name: str) -> None
     assert not driver.executor._runner.rows._row_of
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("budget", [1, 16, 512])
 @pytest.mark.parametrize(
     "name", ["llama-llama3-rope-biases", "mistral-window", "qwen3", "qwen3-experts", "gemma3", "gpt-oss-mxfp4"]
@@ -62,6 +63,7 @@ def test_logprobs_equal_transformers(models: ModelStore, name: str, budget: int)
         assert [entry.logprob for entry in token.top] == pytest.approx(best.values.tolist(), abs=2e-4)
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("budget", [23, 512])
 @pytest.mark.parametrize("name", [*MIXTURES, *GPT_OSS, *LATENT_MODELS])
 def test_logits_of_mixtures_equal_transformers(

@@ -385,7 +385,7 @@ def test_every_rank_saves_and_loads(one: DeviceExecutor, several: DeviceExecutor
 @pytest.mark.integration
 @pytest.mark.parametrize(
     ("kind", "mode"),  # where steps overlap, those that are mixed have right ones
-    [("right", "off"), pytest.param("right", "on", marks=pytest.mark.slow), ("mixed", "on"), (SILENT, "on")],
+    [*(pytest.param("right", mode, marks=pytest.mark.slow) for mode in ("off", "on")), ("mixed", "on"), (SILENT, "on")],
 )
 def test_ranks_verify_drafts_under_grammars_alike(
     drafting: Node, kind: str, mode: str, monkeypatch: pytest.MonkeyPatch

@@ -109,6 +109,7 @@ def changed(stages: list[LogitsStage], rows: list[int], lengths: list[int], befo
     return logits
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("beside", [{}, {"frequency_penalty": 0.5, "bad_words": ((7, 8),)}])
 @pytest.mark.parametrize("asked", SETTINGS, ids=str)
 @settings(max_examples=15, deadline=None)
