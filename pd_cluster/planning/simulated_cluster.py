@@ -94,6 +94,7 @@ class SimulatedCluster:
         for node in self._nodes:
             node.reachable = True
         self._turns = count()
+        self.num_short = 0  # times that a handover waited for memory
 
     def _node(self, rule: Rule, device: Device, role: str = "") -> SimulatedNode:
         return SimulatedNode(self.world, rule, device, role=role)
@@ -187,6 +188,7 @@ class SimulatedCluster:
 
         def reserve() -> None:
             if node.scheduler.reserve(taken) is None:
+                self.num_short += 1
                 world.after(RETRY_S, reserve)
             elif one.read_s:
                 world.after(self._delays.link_s, load_ends)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from dataclasses import dataclass
+from math import exp
 from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
 DRAWN = 7  # every token of every answer
 NO_TARGETS = Targets()
 HOST_BYTES_S = 50e9  # of copies, one way; measured: 53
+# A device forgets its heat in this time (two steps of 2,048 tokens take 86 ms from cool and 97 back to back, 8B, H200)
+HEAT_S, HEAVY_TOKENS = 0.15, 1024
 NOISE, LEAD_S = 0.02, 0.7e-3  # of a step; planning begins so long before the running step ends
 
 
@@ -89,6 +92,7 @@ class SimulatedNode:
             self.blocks, step_budget=self.budget, order=Shortest(self.model, self.blocks) if rule.shortest else Fifo(),
             max_model_len=1 << 20, eos_token_ids=frozenset({0}), retract=lambda lease: 0, clock=lambda: world.now_s,
         )  # fmt: skip
+        self._heat = (0.0, 0.0, 0.0)  # when the last step began, how heavy it is, how hot the device was
         self._decode_s = 0.0  # of the last step with decodes only
         self.on_token: dict[str, Callable[[], None]] = {}
         self.before_plan: Callable[[], None] = lambda: None
@@ -131,11 +135,21 @@ class SimulatedNode:
             return
         work = StepWork.of(batch.chunks)
         begin_s = max([world.now_s, *(flight[3] for flight in self._flights)])
-        seconds = self.device.seconds(work) * world.rng.gauss(1.0, NOISE) if batch.chunks else 0.0
+        warm = 1.0 + self.device.heat * self._heat_of(work, begin_s)
+        seconds = self.device.seconds(work) * warm * world.rng.gauss(1.0, NOISE) if batch.chunks else 0.0
         end_s = begin_s + max(seconds, self._side_s(batch.copies))
         self._flights.append((batch, work, begin_s, end_s))
         world.at(end_s, self._retire)
         world.at(max(begin_s, end_s - LEAD_S), self._plan)
+
+    def _heat_of(self, work: StepWork, begin_s: float) -> float:
+        """0: the device is cool, 1: it has had full steps of prompts for long. Notes this step."""
+        if not self.device.heat:
+            return 0.0
+        last_s, share, heat = self._heat
+        stays = exp((last_s - begin_s) / HEAT_S)
+        self._heat = begin_s, min(1.0, work.num_tokens / HEAVY_TOKENS), stays * heat + (1 - stays) * share
+        return self._heat[2]
 
     def _side_s(self, copies: BlockCopies) -> float:
         """Of the copies to and from host memory that run beside a step, each way by itself."""

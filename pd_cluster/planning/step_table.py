@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from functools import cached_property
 from importlib import resources
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import msgspec
 
@@ -28,6 +28,7 @@ Line: TypeAlias = "list[tuple[float, float]]"
 
 SCHEMA = 1
 LEAST_DECODES = LEAST_SIZES = 2  # points of a line
+POINTS_OF_LINE = 5  # of the file
 
 
 class StepPoint(NamedTuple):
@@ -83,10 +84,11 @@ class StepTable(msgspec.Struct, frozen=True, dict=True):
         return TableDevice(self)
 
     def to_json(self) -> bytes:
-        head, _, points = msgspec.json.encode(self).partition(b'"points":[')
-        rows, _, tail = points.rpartition(b']],"schema"')
-        body = b"],\n".join(rows.split(b"],"))  # a line a point
-        return head + b'\n"points":[\n' + body + b']],\n"schema"' + tail + b"\n"
+        """A line of points has POINTS_OF_LINE of them."""
+        head, _, _ = msgspec.json.encode(msgspec.structs.replace(self, points=())).partition(b'"points":[]')
+        rows = [msgspec.json.encode(point) for point in self.points]
+        lines = (b",".join(rows[at : at + POINTS_OF_LINE]) for at in range(0, len(rows), POINTS_OF_LINE))
+        return head + b'\n"points":[\n' + b",\n".join(lines) + b'\n],"schema":%d}\n' % self.schema
 
 
 def read_table(data: bytes, name: str) -> StepTable:
@@ -204,8 +206,3 @@ def _context_of(point: StepPoint) -> int:
 def _padded(sizes: list[int], num: int) -> int:
     """The captured size; what is larger than all of them runs as it is."""
     return sizes[bisect_left(sizes, num)] if sizes and num <= sizes[-1] else num
-
-
-def table_facts(table: StepTable) -> dict[str, Any]:
-    """Everything but the points, for reports."""
-    return {key: value for key, value in msgspec.to_builtins(table).items() if key != "points"}

@@ -44,4 +44,5 @@ def planned_points(max_seqs: int, step_tokens: int, max_len: int) -> list[Planne
 
 def _fits(point: PlannedPoint, max_seqs: int, step_tokens: int, max_len: int) -> bool:
     is_short = point.before + point.num_tokens < max_len
-    return point.num_decodes <= max_seqs and point.num_decodes + point.num_tokens <= step_tokens and is_short
+    num_rows = point.num_decodes + (point.num_tokens > 0)
+    return num_rows <= max_seqs and point.num_decodes + point.num_tokens <= step_tokens and is_short
