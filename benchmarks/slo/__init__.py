@@ -60,13 +60,13 @@ class SimulatedFigures:
 
 def simulate(
     preset: Preset, setting: Setting, rule: Rule, slo_ms: tuple[float, float], data: Path, seeds: int, limit: int = 0,
-    shape: str = SHAPES[0],
+    shape: str = SHAPES[0], *, as_planned: bool = False,
 ) -> SimulatedFigures:  # fmt: skip
     """`limit`: of the requests of a draw; 0: none. Raises StartupError when the trace cannot be read."""
     shares, served = list[float](), list[Served]()
     for seed in range(seeds):
         arrivals = preset.arrivals(data, seed)[: limit or None]
-        ours = setting.cluster(rule, seed, shape).serve(arrivals)
+        ours = setting.cluster(rule, seed, shape, as_planned=as_planned).serve(arrivals)
         shares.append(statistics.mean(one.ttft_ms <= slo_ms[0] and one.tpot_ms <= slo_ms[1] for one in ours))
         served += ours
     return SimulatedFigures(
@@ -129,7 +129,7 @@ def _run(namespace: argparse.Namespace, preset: Preset, setting: Setting) -> Non
                 continue
             found = simulate(
                 preset, setting, rule, SLOS[slo], namespace.data, namespace.seeds, namespace.num_requests,
-                namespace.shape,
+                namespace.shape, as_planned=namespace.as_planned,
             )  # fmt: skip
             spreads = ("/".join(f"{value:.1f}" for value in one) for one in (found.ttft, found.tpot, found.itl))
             shares = (f"{found.attained:.3f}", f"{found.spilled:.1%}", f"{found.kept:.1%}")
