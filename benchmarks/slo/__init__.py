@@ -106,6 +106,7 @@ def main(arguments: Sequence[str]) -> int:
     )  # fmt: skip
     parser.add_argument("--num-requests", type=int, default=0, metavar="N", help="Fewer of each, for rehearsals.")
     parser.add_argument("--json", type=Path, metavar="FILE", help="File to which lines are appended.")
+    parser.add_argument("--as-planned", action="store_true", help="With the table and the delays of `pd-cluster plan`.")
     parser.add_argument(
         "--write-tables", type=Path, metavar="DIR", help="Write the fitted step tables, and nothing else."
     )

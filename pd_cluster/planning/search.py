@@ -46,7 +46,7 @@ class Sought:
 
 
 @dataclass(frozen=True, slots=True)
-class Figures:
+class FineFigures:
     """Of one simulation."""
 
     attained: float
@@ -61,7 +61,7 @@ class Judged:
     """A setting, its figures, and by what its attainment moves with other draws and steps."""
 
     setting: PlannedSetting
-    figures: Figures
+    figures: FineFigures
     low: float
     high: float
     untargeted: float = 0.0  # attainment if nodes do not know the targets
@@ -131,7 +131,7 @@ def coarsely(sought: Sought, setting: PlannedSetting, windows: list[list[Arrival
 
 def finely(
     sought: Sought, setting: PlannedSetting, arrivals: list[Arrival], factor: float, seed: int, with_targets: bool
-) -> Figures:
+) -> FineFigures:
     rule = rule_of(sought.ttft_ms, sought.tpot_ms) if with_targets else rule_of(None, None)
     cluster = SimulatedCluster(setting.roles, rule, seed, devices_of(sought, setting, factor), MEASURED)
     served = cluster.serve(arrivals)
@@ -141,7 +141,7 @@ def finely(
         mean(not is_met(one, None, sought.tpot_ms) for one in served),
     )
     attained = mean(is_met(one, sought.ttft_ms, sought.tpot_ms) for one in served)
-    return Figures(float(attained), _percentiles(ttft), _percentiles(tpot), late, cluster.num_short)
+    return FineFigures(float(attained), _percentiles(ttft), _percentiles(tpot), late, cluster.num_short)
 
 
 def devices_of(sought: Sought, setting: PlannedSetting, factor: float = 1.0) -> RoleDevices:
@@ -163,7 +163,7 @@ def _variants(fine: list[Arrival], short: list[Arrival], seed: int) -> list[tupl
     ]  # fmt: skip
 
 
-def _judged(setting: PlannedSetting, found: list[Figures]) -> Judged:
+def _judged(setting: PlannedSetting, found: list[FineFigures]) -> Judged:
     whole, base, *others, untargeted = found
     moves = [0.0, *(one.attained - base.attained for one in others)]
     low, high = (max(0.0, min(1.0, whole.attained + move)) for move in (min(moves), max(moves)))

@@ -10,10 +10,10 @@ from pd_cluster.planning.role_counts import RoleCounts
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-MOST_NODES = 12  # of a role whose numbers are all tried; of more every second one is, or every third
+MOST_NODES = 12  # of a role: all numbers up to it are tried, else every second or third
 
 
-class Ranks(NamedTuple):
+class RankCounts(NamedTuple):
     """GPUs of each node of a role."""
 
     prefill: int = 1
@@ -23,7 +23,7 @@ class Ranks(NamedTuple):
 
 class PlannedSetting(NamedTuple):
     roles: RoleCounts
-    ranks: Ranks
+    ranks: RankCounts
 
     @property
     def num_gpus(self) -> int:
@@ -45,13 +45,13 @@ def settings_of(num_gpus: int, ranks: Sequence[int], per_host: int) -> list[Plan
     found = dict.fromkeys(
         setting
         for kinds in product(ranks, repeat=3)
-        for setting in _of_kinds(num_gpus, Ranks(*kinds))
+        for setting in _of_kinds(num_gpus, RankCounts(*kinds))
         if fits_hosts(setting, num_gpus, per_host)
     )
     return list(found)
 
 
-def _of_kinds(num_gpus: int, ranks: Ranks) -> Iterator[PlannedSetting]:
+def _of_kinds(num_gpus: int, ranks: RankCounts) -> Iterator[PlannedSetting]:
     step = -(-(num_gpus // min(ranks)) // MOST_NODES)
     for mixed in range(0, num_gpus // ranks.mixed + 1, step if num_gpus <= 8 else 4 * step):
         rest = num_gpus - mixed * ranks.mixed
@@ -64,9 +64,11 @@ def _of_kinds(num_gpus: int, ranks: Ranks) -> Iterator[PlannedSetting]:
         yield _plain(RoleCounts(mixed=num_gpus // ranks.mixed), ranks)
 
 
-def _plain(roles: RoleCounts, ranks: Ranks) -> PlannedSetting:
-    """Ranks of roles without a node are those of one: else settings that are equal would differ."""
-    return PlannedSetting(roles, Ranks(*(each if number else 1 for number, each in zip(roles, ranks, strict=True))))
+def _plain(roles: RoleCounts, ranks: RankCounts) -> PlannedSetting:
+    """RankCounts of roles without a node are those of one: else settings that are equal would differ."""
+    return PlannedSetting(
+        roles, RankCounts(*(each if number else 1 for number, each in zip(roles, ranks, strict=True)))
+    )
 
 
 def fits_hosts(setting: PlannedSetting, num_gpus: int, per_host: int) -> bool:

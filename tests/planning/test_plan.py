@@ -16,8 +16,8 @@ from pd_cluster.planning.coarse import serve_coarsely
 from pd_cluster.planning.delays import MEASURED
 from pd_cluster.planning.plan_report import commands, steps_line, verdict
 from pd_cluster.planning.role_counts import RoleCounts
-from pd_cluster.planning.search import Figures, Judged, Sought, search
-from pd_cluster.planning.settings import PlannedSetting, Ranks, fits_hosts, settings_of
+from pd_cluster.planning.search import FineFigures, Judged, Sought, search
+from pd_cluster.planning.settings import PlannedSetting, RankCounts, fits_hosts, settings_of
 from pd_cluster.planning.simulated_cluster import RoleDevices
 from pd_cluster.planning.step_table import packaged_tables
 
@@ -35,8 +35,8 @@ def sought_of(num: int, rate: float, prompt: int, answer: int) -> Sought:
 
 
 def judged(name: str, attained: float, low: float, high: float) -> Judged:
-    figures = Figures(attained, (1.0, 2.0, 3.0), (1.0, 2.0, 3.0), (0.0, 0.1), 0)
-    return Judged(PlannedSetting(RoleCounts.parse(name), Ranks()), figures, low, high)
+    figures = FineFigures(attained, (1.0, 2.0, 3.0), (1.0, 2.0, 3.0), (0.0, 0.1), 0)
+    return Judged(PlannedSetting(RoleCounts.parse(name), RankCounts()), figures, low, high)
 
 
 def test_every_setting_uses_the_gpus_and_has_hosts_for_its_nodes() -> None:
@@ -46,7 +46,7 @@ def test_every_setting_uses_the_gpus_and_has_hosts_for_its_nodes() -> None:
     unequal = {setting.name for setting in settings_of(4, [1, 2], 4)}
     assert {"2P1D (TP 1/2)", "1P2D (TP 2/1)", "1P1D (TP 2/2)", "2M (TP 2)"} <= unequal
     assert len(settings_of(64, [1], 8)) < 150
-    pair = PlannedSetting(RoleCounts(1, 1), Ranks(4, 4))
+    pair = PlannedSetting(RoleCounts(1, 1), RankCounts(4, 4))
     assert fits_hosts(pair, 8, 4)
     assert not fits_hosts(pair, 8, 6), "one has the first host, the other would be on two"
 
