@@ -301,7 +301,9 @@ def _planned(shape: str, measured_file: str, results: Path) -> str:
     planned = _simulated(results, shape, "slack", 1.0, "slo_planned.jsonl")
 
     def told(figures: Record) -> str:
-        return f"{figures['attained']:.2f}, {figures['ttft'][1]:.0f}, {figures['tpot'][2]:.1f}"
+        shares = [*figures["by_draw"], *figures.get("by_steps", ())]
+        span = f" ({min(shares):.2f} to {max(shares):.2f})" if "by_steps" in figures else ""
+        return f"{figures['attained']:.2f}{span}, {figures['ttft'][1]:.0f}, {figures['tpot'][2]:.1f}"
 
     rows = []
     for (workload, setting), figures in planned.items():

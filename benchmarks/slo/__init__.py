@@ -26,6 +26,7 @@ from benchmarks.slo.fitted_tables import write_tables
 from benchmarks.slo.setting import Setting
 from pd_cluster.bench.cli import positive
 from pd_cluster.bench.report import report_console
+from pd_cluster.planning.forecast import STEPS_OFF
 from pd_cluster.planning.simulated_cluster import Served
 from pd_cluster.planning.simulated_node import Rule
 from pd_cluster.scheduling.targets import Targets
@@ -56,6 +57,7 @@ class SimulatedFigures:
     ttft: tuple[float, ...]
     tpot: tuple[float, ...]
     itl: tuple[float, ...]
+    by_steps: tuple[float, ...] = ()  # the share of the first draw, with steps 5% shorter and longer
 
 
 def simulate(
@@ -64,17 +66,24 @@ def simulate(
 ) -> SimulatedFigures:  # fmt: skip
     """`limit`: of the requests of a draw; 0: none. Raises StartupError when the trace cannot be read."""
     shares, served = list[float](), list[Served]()
+
+    def share(ours: list[Served]) -> float:
+        return statistics.mean(one.ttft_ms <= slo_ms[0] and one.tpot_ms <= slo_ms[1] for one in ours)
+
     for seed in range(seeds):
         arrivals = preset.arrivals(data, seed)[: limit or None]
-        ours = setting.cluster(rule, seed, shape, as_planned=as_planned).serve(arrivals)
-        shares.append(statistics.mean(one.ttft_ms <= slo_ms[0] and one.tpot_ms <= slo_ms[1] for one in ours))
+        ours = setting.cluster(rule, seed, shape, as_planned=float(as_planned)).serve(arrivals)
+        shares.append(share(ours))
         served += ours
+    others = (1 - STEPS_OFF, 1 + STEPS_OFF) if as_planned else ()
+    first = preset.arrivals(data, 0)[: limit or None]
+    by_steps = tuple(share(setting.cluster(rule, 0, shape, as_planned=times).serve(first)) for times in others)
     return SimulatedFigures(
         statistics.mean(shares), tuple(shares),
         statistics.mean(one.reason in ("prefill-busy", "prefill-late") for one in served),
         statistics.mean(one.reason in ("decode-late", "prefill-free") for one in served),
         percentiles([one.ttft_ms for one in served]), percentiles([one.tpot_ms for one in served]),
-        percentiles([gap for one in served for gap in one.gaps_ms]),
+        percentiles([gap for one in served for gap in one.gaps_ms]), by_steps,
     )  # fmt: skip
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from benchmarks.slo.device import DEVICES, SHAPES
 from pd_cluster.errors import StartupError
 from pd_cluster.planning.delays import MEASURED
+from pd_cluster.planning.device import ScaledDevice
 from pd_cluster.planning.role_counts import RoleCounts
 from pd_cluster.planning.simulated_cluster import RoleDevices, SimulatedCluster
 from pd_cluster.planning.step_table import packaged_tables
@@ -46,12 +47,14 @@ class Setting:
         has_prefills = self.num_prefills > 0
         return RoleCounts(self.num_prefills, self.num_decodes * has_prefills, self.num_decodes * (not has_prefills))
 
-    def cluster(self, rule: Rule, seed: int, shape: str = SHAPES[0], *, as_planned: bool = False) -> SimulatedCluster:
-        """`as_planned`: with the packaged step table and the delays of `pd-cluster plan`. Raises StartupError."""
+    def cluster(self, rule: Rule, seed: int, shape: str = SHAPES[0], *, as_planned: float = 0.0) -> SimulatedCluster:
+        """`as_planned`: with the packaged step table, of steps so many times as long, and the delays of
+        `pd-cluster plan`; 0: not. Raises StartupError.
+        """
         device = DEVICES.get((shape, self.num_ranks))
         if as_planned:
             tables = (one for one in packaged_tables().values() if (one.model.name, one.tp) == (shape, self.num_ranks))
-            device = next((table.device for table in tables), None)
+            device = next((ScaledDevice(table.device, as_planned) for table in tables), None)
         if device is None:
             raise StartupError(f"no steps of {shape} are known for nodes of {self.num_ranks} ranks")
         return SimulatedCluster(self.roles, rule, seed, RoleDevices.alike(device), MEASURED if as_planned else None)

@@ -156,5 +156,11 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "bench": ("bench serve",),
     "plan": ("plan",),
 }
-PARTS: dict[str, Callable[[], str]] = {"up": _up, "node-flags": _nodes, "check": _check, "rare-flags": _rare, "step-table": _step_table}
+PARTS: dict[str, Callable[[], str]] = {
+    "up": _up,
+    "node-flags": _nodes,
+    "check": _check,
+    "rare-flags": _rare,
+    "step-table": _step_table,
+}
 PARTS |= {name: _of(*commands) for name, commands in COMMANDS.items()}
