@@ -294,11 +294,39 @@ def _shares_simulated(
     return _markdown([head, *(title for title, _, _ in columns)], rows) if rows else ""
 
 
-def _simulated(results: Path, shape: str, rule: str, rate_scale: float) -> dict[tuple[str, str], Record]:
+def _planned(shape: str, measured_file: str, results: Path) -> str:
+    """Runs with targets beside what the planner says of them, and what the simulation before it said."""
+    runs = latest_runs(results, measured_file)
+    before = _simulated(results, shape, "slack", 1.0, "slo_before_planner.jsonl")
+    planned = _simulated(results, shape, "slack", 1.0, "slo_planned.jsonl")
+
+    def told(figures: Record) -> str:
+        shares = [*figures["by_draw"], *figures.get("by_steps", ())]
+        span = f" ({min(shares):.2f} to {max(shares):.2f})" if "by_steps" in figures else ""
+        return f"{figures['attained']:.2f}{span}, {figures['ttft'][1]:.0f}, {figures['tpot'][2]:.1f}"
+
+    rows = []
+    for (workload, setting), figures in planned.items():
+        run = runs.get((workload, setting + TARGETS)) or runs.get((workload, setting))
+        if run is None:
+            continue
+        spreads = run["summary"]["spreads"]
+        seen = f"{run['summary']['attained']['200/10']:.2f}, {spreads['ttft']['p90_ms']:.0f}"
+        rows.append(
+            [PRESETS[workload].title, setting, f"**{seen}, {spreads['tpot']['p99_ms']:.1f}**",
+             told(before[workload, setting]), told(figures)]
+        )  # fmt: skip
+    head = ["share within 200/10, TTFT p90, TPOT p99", "", "**measured**", "simulated before", "planned"]
+    return _markdown(head, rows) if rows else ""
+
+
+def _simulated(
+    results: Path, shape: str, rule: str, rate_scale: float, file: str = "slo_simulated.jsonl"
+) -> dict[tuple[str, str], Record]:
     """Figures at 200/10, by workload and setting. The last record of each counts."""
     return {
         (record["workload"], record["setting"]): record["figures"]
-        for record in _records(results, "slo_simulated.jsonl")
+        for record in _records(results, file)
         if (record["slo"], record["rule"], record["rate_scale"]) == ("200/10", rule, rate_scale)
         and record.get("shape", "8b") == shape
         and record["num_requests"] == PRESETS[record["workload"]].times(rate_scale).num_requests
@@ -342,5 +370,7 @@ _TABLES: dict[str, Callable[[Path], str]] = {
     "slo-simulated": partial(_slo_simulated, 1.0),
     "slo-simulated-4": partial(_slo_simulated, 2.0),
     "slo-simulated-30b-a3b-fp8": _slo_simulated_mixture,
+    "planned-8b": partial(_planned, "8b", "disagg_gpu_slo.jsonl"),
+    "planned-30b-a3b-fp8": partial(_planned, "30b-a3b-fp8", "disagg_gpu_30b_a3b_fp8.jsonl"),
     "handover": _handover,
 }

@@ -21,11 +21,14 @@ from rich.table import Table
 
 from benchmarks.presets import PRESETS, Preset
 from benchmarks.records import append_record
-from benchmarks.slo.cluster import Served, Setting, SimulatedCluster
 from benchmarks.slo.device import SHAPES
-from benchmarks.slo.node import Rule
+from benchmarks.slo.fitted_tables import write_tables
+from benchmarks.slo.setting import Setting
 from pd_cluster.bench.cli import positive
 from pd_cluster.bench.report import report_console
+from pd_cluster.planning.forecast import STEPS_OFF
+from pd_cluster.planning.simulated_cluster import Served
+from pd_cluster.planning.simulated_node import Rule
 from pd_cluster.scheduling.targets import Targets
 
 if TYPE_CHECKING:
@@ -54,25 +57,33 @@ class SimulatedFigures:
     ttft: tuple[float, ...]
     tpot: tuple[float, ...]
     itl: tuple[float, ...]
+    by_steps: tuple[float, ...] = ()  # the share of the first draw, with steps 5% shorter and longer
 
 
 def simulate(
     preset: Preset, setting: Setting, rule: Rule, slo_ms: tuple[float, float], data: Path, seeds: int, limit: int = 0,
-    shape: str = SHAPES[0],
+    shape: str = SHAPES[0], *, as_planned: bool = False,
 ) -> SimulatedFigures:  # fmt: skip
     """`limit`: of the requests of a draw; 0: none. Raises StartupError when the trace cannot be read."""
     shares, served = list[float](), list[Served]()
+
+    def share(ours: list[Served]) -> float:
+        return statistics.mean(one.ttft_ms <= slo_ms[0] and one.tpot_ms <= slo_ms[1] for one in ours)
+
     for seed in range(seeds):
         arrivals = preset.arrivals(data, seed)[: limit or None]
-        ours = SimulatedCluster(setting, rule, seed, shape).serve(arrivals)
-        shares.append(statistics.mean(one.ttft_ms <= slo_ms[0] and one.tpot_ms <= slo_ms[1] for one in ours))
+        ours = setting.cluster(rule, seed, shape, as_planned=float(as_planned)).serve(arrivals)
+        shares.append(share(ours))
         served += ours
+    others = (1 - STEPS_OFF, 1 + STEPS_OFF) if as_planned else ()
+    first = preset.arrivals(data, 0)[: limit or None]
+    by_steps = tuple(share(setting.cluster(rule, 0, shape, as_planned=times).serve(first)) for times in others)
     return SimulatedFigures(
         statistics.mean(shares), tuple(shares),
         statistics.mean(one.reason in ("prefill-busy", "prefill-late") for one in served),
         statistics.mean(one.reason in ("decode-late", "prefill-free") for one in served),
         percentiles([one.ttft_ms for one in served]), percentiles([one.tpot_ms for one in served]),
-        percentiles([gap for one in served for gap in one.gaps_ms]),
+        percentiles([gap for one in served for gap in one.gaps_ms]), by_steps,
     )  # fmt: skip
 
 
@@ -104,7 +115,14 @@ def main(arguments: Sequence[str]) -> int:
     )  # fmt: skip
     parser.add_argument("--num-requests", type=int, default=0, metavar="N", help="Fewer of each, for rehearsals.")
     parser.add_argument("--json", type=Path, metavar="FILE", help="File to which lines are appended.")
+    parser.add_argument("--as-planned", action="store_true", help="With the table and the delays of `pd-cluster plan`.")
+    parser.add_argument(
+        "--write-tables", type=Path, metavar="DIR", help="Write the fitted step tables, and nothing else."
+    )
     namespace = parser.parse_args(arguments)
+    if namespace.write_tables is not None:
+        write_tables(namespace.write_tables)
+        return 0
     settings = [Setting.parse(name) for name in namespace.settings]
     for name in namespace.workloads:
         for setting in settings:
@@ -121,7 +139,7 @@ def _run(namespace: argparse.Namespace, preset: Preset, setting: Setting) -> Non
                 continue
             found = simulate(
                 preset, setting, rule, SLOS[slo], namespace.data, namespace.seeds, namespace.num_requests,
-                namespace.shape,
+                namespace.shape, as_planned=namespace.as_planned,
             )  # fmt: skip
             spreads = ("/".join(f"{value:.1f}" for value in one) for one in (found.ttft, found.tpot, found.itl))
             shares = (f"{found.attained:.3f}", f"{found.spilled:.1%}", f"{found.kept:.1%}")

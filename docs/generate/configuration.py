@@ -102,6 +102,12 @@ def _check() -> str:
     return f"{parser.description}\n\n{_table(own)}\nIt takes a node's flags besides{without}."
 
 
+def _step_table() -> str:
+    parser = dict(parsers())["step-table"]
+    own = [action for action in parser._actions if action.dest == "out"]
+    return f"{parser.description}\n\n{_table(own)}\nIt takes a node's flags of model, cache and steps besides."
+
+
 def _of(*names: str) -> Callable[[], str]:
     """The flags of these commands, with a heading for each if there are several."""
 
@@ -150,6 +156,13 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "pool": ("pool",),
     "ray": ("ray up", "ray status", "ray scale", "ray down"),
     "bench": ("bench serve",),
+    "plan": ("plan",),
 }
-PARTS: dict[str, Callable[[], str]] = {"up": _up, "node-flags": _nodes, "check": _check, "rare-flags": _rare}
+PARTS: dict[str, Callable[[], str]] = {
+    "up": _up,
+    "node-flags": _nodes,
+    "check": _check,
+    "rare-flags": _rare,
+    "step-table": _step_table,
+}
 PARTS |= {name: _of(*commands) for name, commands in COMMANDS.items()}

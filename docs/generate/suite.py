@@ -29,6 +29,7 @@ FOLDERS = {
     "tests/launch": ("flags, preflight, `up`, processes", "a wheel, Mooncake and a key under `up`"),
     "tests/models": ("families, configs, fingerprints", "more families of transformers"),
     "tests/mutation": ("planted bugs are found", "a sample of mutants"),
+    "tests/planning": ("the simulator, tables of steps, plans", ""),
     "tests/ray_cluster": ("the Ray controller", "further faults, a local `ray up`"),
     "tests/router": ("the router over fake nodes", "a cut after each frame, long simulations"),
     "tests/scheduling": ("queues, memory, planner: tables, state machine, random walk", "more seeds"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from dataclasses import fields
 from typing import TYPE_CHECKING
 
 from pd_cluster import __version__
@@ -94,6 +95,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_ray(commands)
     _add_check(commands)
     _add_bench(commands)
+    _add_planning(commands)
     return parser
 
 
@@ -278,6 +280,29 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     from pd_cluster.bench.cli import add_bench_commands
 
     add_bench_commands(commands)
+
+
+def _add_planning(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    from pd_cluster.config import HandoffConfig, ServerConfig
+    from pd_cluster.planning.flags import add_plan_flags
+
+    add_plan_flags(_add(commands, "plan", "Find how many nodes of each role a load needs, without a GPU.", _plan))
+    parser = _add(commands, "step-table", "Measure a model's steps on this machine, for `plan`.", _step_table)
+    parser.add_argument("--out", required=True, metavar="FILE", help="File for the table.")
+    skipped = (*fields(HandoffConfig), *fields(ServerConfig))
+    add_config_flags(parser, skip={item.name for item in skipped})
+
+
+def _plan(namespace: argparse.Namespace) -> int:
+    from pd_cluster.planning.plan import run_plan
+
+    return run_plan(namespace)
+
+
+def _step_table(namespace: argparse.Namespace) -> int:
+    from pd_cluster.launch.step_table import run_step_table
+
+    return run_step_table(namespace)
 
 
 if __name__ == "__main__":

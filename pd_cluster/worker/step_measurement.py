@@ -67,8 +67,16 @@ class StepTimer:
 
     def seconds(self, num_decodes: int, prompts: Sequence[int], before: int = 0, context: int = USUAL_CONTEXT) -> float:
         """The median of steps: decodes after `context` tokens, and chunks of `prompts` tokens after `before`."""
-        context = min(context, self.max_len - STEPS)
-        batches, ends = self._batches(num_decodes, prompts, before, context), list[float]()
+        ends = self.ends(num_decodes, prompts, before, context)
+        seconds = statistics.median([end - start for start, end in pairwise(ends[2:])])
+        num_keys, context = sum(keys_of(size, before) for size in prompts), min(context, self.max_len - STEPS)
+        self.samples.append((StepWork(num_decodes, num_decodes * context, sum(prompts), num_keys), seconds))
+        return seconds
+
+    def ends(self, num_decodes: int, prompts: Sequence[int], before: int, context: int) -> list[float]:
+        """When these steps began, and then when each of them ended."""
+        batches = self._batches(num_decodes, prompts, before, min(context, self.max_len - STEPS))
+        ends = [time.perf_counter()]
         pending = self.launch(next(batches))
         for batch in batches:
             launched = self.launch(batch)
@@ -76,10 +84,7 @@ class StepTimer:
             ends.append(time.perf_counter())
             pending = launched
         pending.result()
-        seconds = statistics.median([end - start for start, end in pairwise(ends[1:])])
-        num_keys = sum(keys_of(size, before) for size in prompts)
-        self.samples.append((StepWork(num_decodes, num_decodes * context, sum(prompts), num_keys), seconds))
-        return seconds
+        return ends
 
     def seconds_with_drafts(self, num_decodes: int, num_drafts: int, context: int = USUAL_CONTEXT) -> float:
         """The median of steps of decodes with so many drafts each, from launch to end: no other runs beside one."""

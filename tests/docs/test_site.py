@@ -109,7 +109,8 @@ def test_flags_that_are_named_exist() -> None:
 
 
 def test_every_command_has_its_flags_on_the_page() -> None:
-    listed = {name for names in COMMANDS.values() for name in names} | {"up", "prefill", "decode", "mixed", "check"}
+    listed = {name for names in COMMANDS.values() for name in names}
+    listed |= {"up", "prefill", "decode", "mixed", "check", "step-table"}
     assert listed == {name for name, _ in parsers()}
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import random
 from collections import deque
 from dataclasses import dataclass
+from math import exp
 from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from benchmarks.event_queue import EventQueue
-from benchmarks.slo.device import STEP_TOKENS, steps_at_start
 from pd_cluster.config import SchedulerConfig
+from pd_cluster.planning.device import steps_at_start
+from pd_cluster.planning.event_queue import EventQueue
 from pd_cluster.scheduling.batch import StepResult
 from pd_cluster.scheduling.block_manager import BlockManager
 from pd_cluster.scheduling.queue_order import Fifo, Shortest
@@ -27,14 +28,15 @@ from pd_connectors.protocol.slabs import KvSlabs
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from benchmarks.slo.device import Device
+    from pd_cluster.planning.device import Device
     from pd_cluster.scheduling.batch import Batch, BlockCopies
     from pd_connectors.protocol.feed import NodeLoad
 
-SEQS, BLOCK, BLOCKS = 256, 64, 14_000
 DRAWN = 7  # every token of every answer
 NO_TARGETS = Targets()
 HOST_BYTES_S = 50e9  # of copies, one way; measured: 53
+# A device forgets its heat in this time (two steps of 2,048 tokens take 86 ms from cool and 97 back to back, 8B, H200)
+HEAT_S, HEAVY_TOKENS = 0.15, 1024
 NOISE, LEAD_S = 0.02, 0.7e-3  # of a step; planning begins so long before the running step ends
 
 
@@ -65,17 +67,17 @@ class SimulatedNode:
         is_measured: bool = True, blocks: BlockManager | None = None,
     ) -> None:  # fmt: skip
         """`role` "": a decode node by the rule's usual gaps, else a mixed one. `num_blocks`: of its memory, with a
-        prefix cache; 0: BLOCKS, without. `is_measured`: its steps' model is fitted at start, else to its first steps.
-        `blocks`: in place of them.
+        prefix cache; 0: the device's, without. `is_measured`: its steps' model is fitted at start, else to its first
+        steps. `blocks`: in place of them.
         """
         self.world, self.device = world, device
-        group = KVGroup(KVKind.FULL, (0,), (1, 1, 2, BLOCK, 1), "float32", BLOCK)
-        most = num_blocks or BLOCKS
+        group = KVGroup(KVKind.FULL, (0,), (1, 1, 2, device.block_size, 1), "float32", device.block_size)
+        most = num_blocks or device.num_blocks
         slabs = KvSlabs(1, most * group.block_bytes, (most,))
         self.blocks = blocks or BlockManager((group,), slabs, prefix_caching=num_blocks > 0)
         times = steps_at_start(device) if is_measured else ()
         self.model = StepModel(times)
-        self.room = StreamRoom(rule.targets.tpot_s, SEQS, self.model, lambda: world.now_s)
+        self.room = StreamRoom(rule.targets.tpot_s, device.max_seqs, self.model, lambda: world.now_s)
         role = role or ("decode" if rule.usual else "mixed")
         self.room.prompts_first = role == "prefill"
         model = StepModel(times) if rule.usual and role == "decode" else self.model
@@ -84,10 +86,13 @@ class SimulatedNode:
         self.budget = StepBudget(targets, self.model, lambda: world.now_s, self._busy_s)
         self.budget.model = model
         self.scheduler = Scheduler(
-            SchedulerConfig(max_num_seqs=SEQS, max_num_batched_tokens=STEP_TOKENS, max_waiting=10_000),
+            SchedulerConfig(
+                max_num_seqs=device.max_seqs, max_num_batched_tokens=device.step_tokens, max_waiting=1_000_000
+            ),
             self.blocks, step_budget=self.budget, order=Shortest(self.model, self.blocks) if rule.shortest else Fifo(),
             max_model_len=1 << 20, eos_token_ids=frozenset({0}), retract=lambda lease: 0, clock=lambda: world.now_s,
         )  # fmt: skip
+        self._heat = (0.0, 0.0, 0.0)  # when the last step began, how heavy it is, how hot the device was
         self._decode_s = 0.0  # of the last step with decodes only
         self.on_token: dict[str, Callable[[], None]] = {}
         self.before_plan: Callable[[], None] = lambda: None
@@ -130,11 +135,21 @@ class SimulatedNode:
             return
         work = StepWork.of(batch.chunks)
         begin_s = max([world.now_s, *(flight[3] for flight in self._flights)])
-        seconds = self.device.seconds(work) * world.rng.gauss(1.0, NOISE) if batch.chunks else 0.0
+        warm = 1.0 + self.device.heat * self._heat_of(work, begin_s)
+        seconds = self.device.seconds(work) * warm * world.rng.gauss(1.0, NOISE) if batch.chunks else 0.0
         end_s = begin_s + max(seconds, self._side_s(batch.copies))
         self._flights.append((batch, work, begin_s, end_s))
         world.at(end_s, self._retire)
         world.at(max(begin_s, end_s - LEAD_S), self._plan)
+
+    def _heat_of(self, work: StepWork, begin_s: float) -> float:
+        """0: the device is cool, 1: it has had full steps of prompts for long. Notes this step."""
+        if not self.device.heat:
+            return 0.0
+        last_s, share, heat = self._heat
+        stays = exp((last_s - begin_s) / HEAT_S)
+        self._heat = begin_s, min(1.0, work.num_tokens / HEAVY_TOKENS), stays * heat + (1 - stays) * share
+        return self._heat[2]
 
     def _side_s(self, copies: BlockCopies) -> float:
         """Of the copies to and from host memory that run beside a step, each way by itself."""

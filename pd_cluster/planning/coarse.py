@@ -1,0 +1,214 @@
+"""A second, coarse model of a cluster, for many settings: nodes share their steps as a fluid, from event to event.
+
+It has no blocks, no noise and a simple choice of nodes. A request costs four events, however many tokens it has. What
+it finds best, the fine model (`simulated_cluster.py`) simulates.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from enum import Enum
+from math import inf
+from typing import TYPE_CHECKING, NamedTuple
+
+from pd_cluster.scheduling.step_model import StepWork, keys_of
+from pd_cluster.scheduling.targets import AIM
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pd_cluster.bench.workload import Arrival
+    from pd_cluster.planning.delays import Delays
+    from pd_cluster.planning.device import Device
+    from pd_cluster.planning.role_counts import RoleCounts
+    from pd_cluster.planning.simulated_cluster import RoleDevices
+
+ROUND = 64  # tokens of prompts that a step beside streams takes, at least and in multiples
+GAP = 3  # times the target of a stream's time per token that one step may take
+LEAST_SAVED_S, LEAST_SHARE = 1e-6, 0.1  # of the steps, with prompts that wait
+SPILL = 1.5  # a node that also decodes reads a prompt if it is so many times as soon
+
+
+class Ended(Enum):
+    NOTHING, PROMPT, STREAM = range(3)  # NOTHING: a node's pace changes
+
+
+class CoarseServed(NamedTuple):
+    arrival: Arrival
+    ttft_ms: float
+    tpot_ms: float
+
+
+class CoarseNode:
+    """Its streams advance by one token a step; its prompts, one after the other, by what a step takes of them."""
+
+    def __init__(self, device: Device, tpot_s: float, *, reads_only: bool) -> None:
+        self._device, self._tpot_s, self.reads_only = device, tpot_s, reads_only
+        self.token_s = device.seconds(StepWork(num_tokens=device.step_tokens)) / device.step_tokens
+        far = StepWork(num_tokens=device.step_tokens, num_keys=device.step_tokens * 8192)
+        self._key_s = (device.seconds(far) / device.step_tokens - self.token_s) / 8192
+        self.num_streams = self.context = 0
+        self.step_s, self._step_tokens = inf, 0.0
+        self._tokens = self._read = self._asked = self._at_s = 0.0  # of a stream since the start; of prompts, and asked
+        self._streams: list[tuple[float, int, int]] = []  # heap: the token at which it ends, request, context
+        self._prompts: deque[tuple[float, int]] = deque()
+        self._saved_s = 0.0  # by which streams are within their target, of all of them: prompts may take it
+        self.version = 0  # of its next event
+        self._steps: dict[tuple[int, int, bool, bool], tuple[float, float]] = {}
+
+    def wait_s(self, num_tokens: int) -> float:
+        """Until a prompt that comes now is read."""
+        pace_s = self._pace(is_reading=True)
+        return (self._asked - self._read + num_tokens) * pace_s[0] / pace_s[1]
+
+    def stream_s(self) -> float:
+        """A step with one stream more."""
+        num = self.num_streams + 1
+        return self._device.seconds(StepWork(num, self.context + self.context // max(1, self.num_streams)))
+
+    def read(self, request: int, num_tokens: int) -> None:
+        """Of a prompt: keys count as tokens, and a short one as long as its step."""
+        alone_s = self._device.seconds(StepWork(num_tokens=min(num_tokens, self._device.step_tokens)))
+        tokens = max(num_tokens, alone_s / self.token_s * (not self._prompts))
+        self._asked += tokens + keys_of(num_tokens, 0) * self._key_s / self.token_s
+        self._prompts.append((self._asked, request))
+
+    def begin(self, request: int, num_tokens: int, context: int) -> None:
+        heapq.heappush(self._streams, (self._tokens + num_tokens, request, context))
+        self.num_streams += 1
+        self.context += context
+
+    def advance(self, now_s: float) -> None:
+        if self.step_s != inf:
+            num = (now_s - self._at_s) / self.step_s
+            self._tokens += num
+            if self._tpot_s < inf:
+                self._saved_s = max(0.0, self._saved_s + num * self.num_streams * (AIM * self._tpot_s - self.step_s))
+            self._read = min(self._asked, self._read + num * self._step_tokens)
+        self._at_s = now_s
+
+    def next_s(self) -> tuple[float, Ended]:
+        """When what ends next ends, and what it is. After each change."""
+        self.version += 1
+        self.step_s, self._step_tokens = self._pace(is_reading=bool(self._prompts))
+        steps = (self._prompts[0][0] - self._read) / self._step_tokens if self._prompts else inf
+        ends = self._streams[0][0] - self._tokens if self._streams else inf
+        found = min(steps, ends)
+        if found == inf:
+            return inf, Ended.NOTHING
+        if self._prompts and self._saved_s and (late_s := self.step_s - AIM * self._tpot_s) > 0:
+            spent = self._saved_s / (late_s * max(1, self.num_streams))
+            if spent < found:
+                return self._at_s + spent * self.step_s, Ended.NOTHING
+        return self._at_s + max(0.0, found) * self.step_s, Ended.PROMPT if steps < ends else Ended.STREAM
+
+    def end_prompt(self) -> int:
+        self._read, request = self._prompts.popleft()
+        return request
+
+    def end_stream(self) -> int:
+        self._tokens, request, context = heapq.heappop(self._streams)
+        self._saved_s *= 1 - 1 / self.num_streams
+        self.num_streams -= 1
+        self.context -= context
+        return request
+
+    def _pace(self, *, is_reading: bool) -> tuple[float, float]:
+        """Seconds of a step, and prompt tokens in it."""
+        key = self.num_streams, self.context // 4096, is_reading, self._saved_s > LEAST_SAVED_S
+        if key not in self._steps:
+            self._steps[key] = self._step(is_reading=is_reading)
+        return self._steps[key]
+
+    def _step(self, *, is_reading: bool) -> tuple[float, float]:
+        device, num, context = self._device, self.num_streams, self.context
+        if not is_reading:
+            return (device.seconds(StepWork(num, context)), 0.0) if num else (inf, 0.0)
+        if not num:
+            return self.token_s * device.step_tokens, float(device.step_tokens)
+        most, mean_s = device.step_tokens - num, AIM * self._tpot_s
+        alone_s = device.seconds(StepWork(num, context))
+        if self._tpot_s == inf:
+            return device.seconds(StepWork(num, context, most)), float(most)
+        sizes = (ROUND << shift for shift in range(6))
+        fitting = [
+            size for size in sizes if size <= most and device.seconds(StepWork(num, context, size)) <= GAP * mean_s
+        ]
+        size = max(fitting, default=ROUND)
+        full_s = device.seconds(StepWork(num, context, size))
+        is_saved = full_s <= mean_s or self._saved_s > LEAST_SAVED_S
+        share = 1.0 if is_saved else max(LEAST_SHARE, (mean_s - alone_s) / (full_s - alone_s))  # of steps with prompts
+        return alone_s + share * (full_s - alone_s), share * size
+
+
+def serve_coarsely(
+    arrivals: Sequence[Arrival], roles: RoleCounts, devices: RoleDevices, ttft_s: float, tpot_s: float, delays: Delays
+) -> list[CoarseServed]:
+    """What becomes of each request, in the order of their ends."""
+    prefills = [CoarseNode(devices.prefill, tpot_s, reads_only=True) for _ in range(roles.prefill)]
+    others = [CoarseNode(devices.decode, tpot_s, reads_only=False) for _ in range(roles.decode)]
+    others += [CoarseNode(devices.mixed, tpot_s, reads_only=False) for _ in range(roles.mixed)]
+    served, first_s, ends = list[CoarseServed](), dict[int, float](), list[tuple[float, int, int, Ended]]()
+    nodes, joins = [*prefills, *others], list[tuple[float, int, int]]()
+    places = {id(node): at for at, node in enumerate(nodes)}
+    direct = dict[int, CoarseNode]()
+
+    def changed(node: CoarseNode) -> None:
+        when_s, what = node.next_s()
+        if when_s < inf:
+            heapq.heappush(ends, (when_s, places[id(node)], node.version, what))
+
+    def arrive(request: int, one: Arrival, now_s: float) -> None:
+        for node in nodes:
+            node.advance(now_s)
+        reader = min(prefills, key=lambda node: node.wait_s(one.num_input), default=None)
+        other = min(others, key=lambda node: node.wait_s(one.num_input) + node.stream_s() * one.num_output)
+        if reader is None or SPILL * other.wait_s(one.num_input) < reader.wait_s(one.num_input):
+            reader = direct[request] = other
+        elif other.stream_s() > tpot_s > reader.stream_s() and not reader.wait_s(0):
+            direct[request] = reader
+        reader.read(request, one.num_input)
+        changed(reader)
+
+    def prompt_ends(node: CoarseNode, now_s: float) -> None:
+        request = node.end_prompt()
+        one = arrivals[request]
+        first_s[request] = now_s + (0.0 if request in direct else delays.first_token_s)
+        if one.num_output == 1:
+            served.append(CoarseServed(one, 1e3 * (first_s.pop(request) - one.at_s), 0.0))
+        elif request in direct:
+            node.begin(request, one.num_output - 1, one.num_input)
+        else:
+            heapq.heappush(joins, (now_s + delays.link_s, request, 0))
+
+    def join(request: int, now_s: float) -> None:
+        one = arrivals[request]
+        node = min(others, key=CoarseNode.stream_s)
+        node.advance(now_s)
+        node.begin(request, one.num_output - 1, one.num_input + one.num_output // 2)
+        changed(node)
+
+    def stream_ends(node: CoarseNode, now_s: float) -> None:
+        request = node.end_stream()
+        one, begun_s = arrivals[request], first_s.pop(request)
+        tpot_ms = 1e3 * (now_s - begun_s) / (one.num_output - 1)
+        served.append(CoarseServed(one, 1e3 * (begun_s - one.at_s), tpot_ms))
+
+    coming = deque(enumerate(arrivals))
+    while coming or ends or joins:
+        arrival_s = coming[0][1].at_s + delays.api_s if coming else inf
+        join_s, end_s = joins[0][0] if joins else inf, ends[0][0] if ends else inf
+        if arrival_s <= min(join_s, end_s):
+            arrive(*coming.popleft(), arrival_s)
+        elif join_s <= end_s:
+            join(heapq.heappop(joins)[1], join_s)
+        else:
+            _, place, version, what = heapq.heappop(ends)
+            node = nodes[place]
+            if version == node.version:
+                node.advance(end_s)
+                if what is not Ended.NOTHING:
+                    (prompt_ends if what is Ended.PROMPT else stream_ends)(node, end_s)
+                changed(node)
+    return served
