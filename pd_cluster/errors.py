@@ -1,7 +1,7 @@
 """Errors that a client or an operator can cause at a node. The router shares those of `pd_http.errors`.
 
 PdError
-├── CannotContinue                           409
+├── CannotContinue, RoleMoved                409
 ├── TooManyChecks, Overloaded                429, 503
 ├── EngineUnavailable                        503
 │   └── EngineLost, EngineFrozen
@@ -40,6 +40,7 @@ __all__ = [
     "Overloaded",
     "PdError",
     "PrefillUnavailable",
+    "RoleMoved",
     "StartupError",
     "TooManyChecks",
     "UnservedModel",
@@ -75,6 +76,10 @@ class EngineFrozen(EngineUnavailable, code="engine_frozen"):
 
 class CannotContinue(PdError, status=409, kind="invalid_request_error", code="cannot_continue"):
     """This node would not write the same stream as the node that began it."""
+
+
+class RoleMoved(PdError, status=409, kind="invalid_request_error", code="role_moved"):
+    """The node's role has changed since the sender of the order looked."""
 
 
 class PrefillUnavailable(PdError, status=502, code="prefill_unavailable"):

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import time
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import aiohttp
 import uvicorn
@@ -41,9 +41,12 @@ def signed(
     key: bytes = KEY,
     lives_s: float = 30.0,
     is_forced: bool = False,
+    **fields: Any,
 ) -> dict[str, str]:
     """The header of an order."""
-    order = NodeOrder(action=action, node=node, role=role, expires_at_s=time.time() + lives_s, is_forced=is_forced)
+    order = NodeOrder(
+        action=action, node=node, role=role, expires_at_s=time.time() + lives_s, is_forced=is_forced, **fields
+    )
     return {"x-pd-order": sign(key, order)}
 
 

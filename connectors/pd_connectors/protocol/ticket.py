@@ -47,6 +47,7 @@ FEED_ACTION = "feed"  # of an order to a node alone, to read its feed
 ROLE_ACTION: Final = "role"  # to a router, about one node; and of a router to that node, which changes its role
 ORDER_HEADER = "x-pd-order"  # of a request: the signed NodeOrder
 OFFER_HEADER = "x-pd-offer"  # of a request to a decode node: the signed Offer, in place of kv_transfer_params
+NOT_SEEN = -1  # of the number of role changes that an order names
 ALL_NODES = "*"  # in an order to a router; a node obeys its own id alone
 
 
@@ -72,6 +73,12 @@ class NodeOrder(msgspec.Struct, frozen=True, tag=True):
     is_forced: bool = False  # for "role": even if no node is left that decodes
     reader: str = ""  # for "feed": "ROUTER.PLACE", of the router's process; "": of a router that names it outside
     serial: int = 0  # for "feed": higher in each order of that process
+    # For "role". `sender`: "": an operator. `reason`: of the sender, in logs and GET /nodes. What the sender saw:
+    # `role_changes` of the node, and their sum over all nodes of the router; NOT_SEEN: it obeys whatever has changed
+    sender: str = ""
+    reason: str = ""
+    seen_changes: int = NOT_SEEN
+    seen_total: int = NOT_SEEN
 
 
 Statement = TypeVar("Statement", Ticket, Offer, NodeOrder)
