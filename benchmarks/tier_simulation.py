@@ -29,12 +29,12 @@ from benchmarks.records import append_record
 from benchmarks.routing_simulation.trace import BLOCK_TOKENS, SimRequest, read_trace
 from benchmarks.shapes import CONFIGS
 from benchmarks.slo.device import DenseDevice
-from benchmarks.slo.node import Rule, SimulatedNode, VirtualTime
 from pd_cluster.bench.cli import positive
 from pd_cluster.bench.report import report_console
 from pd_cluster.engine.disk_tier import DiskTier
 from pd_cluster.errors import StartupError
 from pd_cluster.models.registry import resolve_spec
+from pd_cluster.planning.simulated_node import Rule, SimulatedNode, VirtualTime
 from pd_cluster.protocol.messages import AddRequest, Work
 from pd_cluster.protocol.sampling_params import SamplingParams
 from pd_cluster.scheduling.block_manager import BlockManager

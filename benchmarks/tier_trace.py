@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 from benchmarks.routing_simulation.trace import BLOCK_TOKENS
 from benchmarks.slo.device import DenseDevice
-from benchmarks.slo.node import Rule, SimulatedNode, VirtualTime
 from benchmarks.tier_streams import OfflineClient
+from pd_cluster.planning.simulated_node import Rule, SimulatedNode, VirtualTime
 from pd_cluster.protocol.messages import AddRequest, Work
 from pd_cluster.protocol.sampling_params import SamplingParams
 from pd_cluster.scheduling.block_manager import BlockManager

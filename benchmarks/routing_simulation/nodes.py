@@ -13,7 +13,7 @@ from pd_connectors.protocol.feed import NodeLoad, StoredBlock
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from benchmarks.event_queue import EventQueue
+    from pd_cluster.planning.event_queue import EventQueue
 
 Ended: TypeAlias = "Callable[[Sequence[float]], None]"  # an answer is complete: ends of its steps, but for the prompt's
 

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from benchmarks.routing_simulation.trace import BLOCK_TOKENS
 from benchmarks.slo.device import DEVICES, SHAPES
-from benchmarks.slo.node import BLOCK, DRAWN, Rule, SimulatedNode
 from pd_cluster.engine.news_report import NO_SHARE
+from pd_cluster.planning.device import USUAL_BLOCK_SIZE as BLOCK
+from pd_cluster.planning.simulated_node import DRAWN, Rule, SimulatedNode
 from pd_cluster.protocol.messages import AddRequest, Work
 from pd_cluster.protocol.sampling_params import SamplingParams
 from pd_cluster.scheduling.sequence import Request
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
     from benchmarks.routing_simulation.nodes import Ended, Prompt
     from benchmarks.routing_simulation.trace import SimRequest
-    from benchmarks.slo.node import VirtualTime
+    from pd_cluster.planning.simulated_node import VirtualTime
     from pd_connectors.protocol.feed import StoredBlock
 
 DEFAULTS = Rule("defaults", usual=True, shortest=True)

@@ -16,9 +16,9 @@ from benchmarks.routing_simulation.scheduled_node import ScheduledNode
 from benchmarks.routing_simulation.trace import BLOCK_TOKENS, SimRequest
 from benchmarks.routing_simulation.world import Cluster, SimAnswer, SimWorld
 from benchmarks.slo.device import SHAPES
-from benchmarks.slo.node import VirtualTime
 from pd_cluster.bench.statistics import RequestRecord
 from pd_cluster.errors import StartupError
+from pd_cluster.planning.simulated_node import VirtualTime
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

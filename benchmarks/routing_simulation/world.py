@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from benchmarks.event_queue import EventQueue
 from benchmarks.routing_simulation.nodes import LruBlocks, Prompt, SimNode
 from benchmarks.routing_simulation.routers import CostRouter, LeastLoadedRouter, OracleRouter
+from pd_cluster.planning.event_queue import EventQueue
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -21,11 +21,13 @@ from rich.table import Table
 
 from benchmarks.presets import PRESETS, Preset
 from benchmarks.records import append_record
-from benchmarks.slo.cluster import Served, Setting, SimulatedCluster
 from benchmarks.slo.device import SHAPES
-from benchmarks.slo.node import Rule
+from benchmarks.slo.fitted_tables import write_tables
+from benchmarks.slo.setting import Setting
 from pd_cluster.bench.cli import positive
 from pd_cluster.bench.report import report_console
+from pd_cluster.planning.simulated_cluster import Served
+from pd_cluster.planning.simulated_node import Rule
 from pd_cluster.scheduling.targets import Targets
 
 if TYPE_CHECKING:
@@ -64,7 +66,7 @@ def simulate(
     shares, served = list[float](), list[Served]()
     for seed in range(seeds):
         arrivals = preset.arrivals(data, seed)[: limit or None]
-        ours = SimulatedCluster(setting, rule, seed, shape).serve(arrivals)
+        ours = setting.cluster(rule, seed, shape).serve(arrivals)
         shares.append(statistics.mean(one.ttft_ms <= slo_ms[0] and one.tpot_ms <= slo_ms[1] for one in ours))
         served += ours
     return SimulatedFigures(
@@ -104,7 +106,13 @@ def main(arguments: Sequence[str]) -> int:
     )  # fmt: skip
     parser.add_argument("--num-requests", type=int, default=0, metavar="N", help="Fewer of each, for rehearsals.")
     parser.add_argument("--json", type=Path, metavar="FILE", help="File to which lines are appended.")
+    parser.add_argument(
+        "--write-tables", type=Path, metavar="DIR", help="Write the fitted step tables, and nothing else."
+    )
     namespace = parser.parse_args(arguments)
+    if namespace.write_tables is not None:
+        write_tables(namespace.write_tables)
+        return 0
     settings = [Setting.parse(name) for name in namespace.settings]
     for name in namespace.workloads:
         for setting in settings:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
-from pd_cluster.scheduling.step_model import StepWork, keys_of
-from pd_cluster.worker.cuda_graphs.graph_sizes import bucket_sizes, token_buckets
+from pd_cluster.planning.device import USUAL_STEP_TOKENS, Device
+from pd_cluster.scheduling.captured_sizes import bucket_sizes, token_buckets
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-STEP_TOKENS = 2048
-SIZES = token_buckets(STEP_TOKENS)
+    from pd_cluster.scheduling.step_model import StepWork
+
+SIZES = token_buckets(USUAL_STEP_TOKENS)
 DECODE_SIZES = bucket_sizes(256)
 # ms of a step with 32 decodes more than of the decodes alone, by the tokens of the step
 PROMPT_MS = (
@@ -34,13 +35,6 @@ BESIDE_TOKENS = 1024
 # 8.6, 11.8, 17.4, 24.2, 27.8, 46.5, 53.2 and 109 ms (H200)
 KEY_S, WAVE_TOKENS = 0.745e-9, 528
 NEAR_KEYS_S = ((0, 1.5e-9), (64, 1.4e-9), (128, 1.3e-9), (256, 1.05e-9), (372, 1.0e-9))
-
-
-class Device(Protocol):
-    """Steps of one shape."""
-
-    def seconds(self, work: StepWork) -> float:
-        """A step, padded to a captured size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,14 +86,6 @@ class MixtureDevice(Device):
         if work.num_decodes:
             prompts_s += self.beside_s * min(work.num_tokens, BESIDE_TOKENS)
         return self.step_s + self.expert_s * num_experts + decodes_s + prompts_s
-
-
-def steps_at_start(device: Device) -> list[tuple[StepWork, float]]:
-    """What `measure_for_model` measures."""
-    works = [StepWork(num, 1024 * num) for num in (1, 4, 12, 32, 64, 128)] + [StepWork(32, 32 * 4096)]
-    works += [StepWork(32, 32 * 1024, size - 32, keys_of(size - 32, 0)) for size in (128, 256, 512, 1024)]
-    works.append(StepWork(32, 32 * 1024, 96, keys_of(96, 4096)))
-    return [(work, device.seconds(work)) for work in works]
 
 
 # By shape and number of ranks. Of two (2e7808b, 1k context) were measured: decode 1 / 32 / 128 / 256 in 2.95 / 3.52 /

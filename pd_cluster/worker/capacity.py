@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from pd_cluster.errors import StartupError
+from pd_cluster.scheduling.captured_sizes import bucket_sizes
 from pd_cluster.scheduling.sequence_room import STATE_SLOTS, decode_blocks
-from pd_cluster.worker.cuda_graphs.graph_sizes import bucket_sizes
 from pd_cluster.worker.cuda_graphs.set_up import captured_bytes
 from pd_connectors.protocol.layout import BlockLayout, KVKind
 from pd_connectors.protocol.slabs import KvSlabs

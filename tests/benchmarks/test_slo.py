@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from benchmarks.slo import main, rules
-from benchmarks.slo.cluster import Served, Setting, SimulatedCluster
 from benchmarks.slo.device import DEVICES
+from benchmarks.slo.setting import Setting
 from pd_cluster.bench.workload import Length, poisson
 from pd_cluster.errors import StartupError
 from pd_cluster.scheduling.step_model import StepWork, keys_of
@@ -19,12 +19,13 @@ from pd_cluster.scheduling.step_model import StepWork, keys_of
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from benchmarks.slo.node import Rule
+    from pd_cluster.planning.simulated_cluster import Served
+    from pd_cluster.planning.simulated_node import Rule
 
 
 def served(rule: Rule, setting: str) -> list[Served]:
     arrivals = poisson(24, 16.0, Length(500, 4000), Length(20, 60), seed=3)
-    return SimulatedCluster(Setting.parse(setting), rule, seed=1).serve(arrivals)
+    return Setting.parse(setting).cluster(rule, seed=1).serve(arrivals)
 
 
 @pytest.mark.parametrize("setting", ["1M", "1P1D"])
@@ -44,7 +45,7 @@ def test_a_prefill_node_keeps_streams_that_its_decode_node_would_be_late_with() 
     by_name = {rule.name: rule for rule in rules(200, 10)}
 
     def figures(rule: Rule) -> tuple[float, float]:
-        ours = SimulatedCluster(Setting.parse("1P1D"), rule, 1, "30b-a3b-fp8").serve(arrivals)
+        ours = Setting.parse("1P1D").cluster(rule, 1, "30b-a3b-fp8").serve(arrivals)
         return mean(one.tpot_ms <= 10 for one in ours), mean(one.reason == "decode-late" for one in ours)
 
     alone, with_p = figures(by_name["slack, P reads only"]), figures(by_name["slack"])
@@ -82,7 +83,7 @@ def test_nodes_of_a_role_share_its_prompts_and_streams() -> None:
     [slack] = [rule for rule in rules(200, 10) if rule.name == "no limit"]
 
     def mean_ttft_ms(name: str) -> float:
-        cluster = SimulatedCluster(Setting.parse(name), slack, seed=1)
+        cluster = Setting.parse(name).cluster(slack, seed=1)
         found = mean(one.ttft_ms for one in cluster.serve(arrivals))
         streams = [len(node.on_token) for node in cluster.decodes]
         assert max(streams) - min(streams) <= 4, streams

@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING
 import pytest
 
 from benchmarks.slo import rules
-from benchmarks.slo.cluster import Served, Setting, SimulatedCluster
-from benchmarks.slo.device import Device
-from benchmarks.slo.node import SimulatedNode
 from pd_cluster.bench.workload import Arrival
+from pd_cluster.planning.device import Device
+from pd_cluster.planning.role_counts import RoleCounts
+from pd_cluster.planning.simulated_cluster import RoleDevices, Served, SimulatedCluster
+from pd_cluster.planning.simulated_node import SimulatedNode
 from pd_router.nodes.node_table import Node, NodeTable
 from pd_router.nodes.trial import MOST, SAVED
 
@@ -51,7 +52,7 @@ class RestartedCluster(SimulatedCluster):
 
     def __init__(self, setting: str, slow: float = 1.0, seed: int = 0) -> None:
         self.rule = next(rule for rule in rules(200, 10) if rule.name == "no limit")
-        super().__init__(Setting.parse(setting), self.rule, seed)
+        super().__init__(RoleCounts.parse(setting), self.rule, seed, RoleDevices.alike(CpuDevice()))
         self.devices = {"P": CpuDevice(slow), "D": CpuDevice()}
         self._lengths = cycle(LENGTHS)
         for name in "PD":
@@ -77,6 +78,7 @@ class RestartedCluster(SimulatedCluster):
         before = dict(zip((node.url for node in self._nodes), self._nodes.items(), strict=True))
         self._table = NodeTable(self._config, lambda: self.world.now_s)
         self._nodes = {node: before[node.url][1] for node in self._table.nodes}
+        self._told_s, self._unheard = dict.fromkeys(self._nodes, 0.0), {node: [] for node in self._nodes}
         for node in self._nodes:
             node.reachable = before[node.url][0].reachable
 

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from benchmarks.event_queue import EventQueue
 from benchmarks.presets import TURNS
 from benchmarks.routing_simulation import simulate, simulate_turns
 from benchmarks.routing_simulation.nodes import LruBlocks, Prompt, SimNode, prefill_s
@@ -21,6 +20,7 @@ from benchmarks.routing_simulation.world import Cluster, SimWorld
 from pd_cluster.bench.turns import TurnsPlan
 from pd_cluster.bench.workload import Length
 from pd_cluster.errors import StartupError
+from pd_cluster.planning.event_queue import EventQueue
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.slo.device import DEVICES, steps_at_start
+from benchmarks.slo.device import DEVICES
 from pd_cluster.config import SchedulerConfig
 from pd_cluster.errors import StartupError
+from pd_cluster.planning.device import steps_at_start
 from pd_cluster.scheduling.prefill_budget import ROUND, STEP_MULTIPLE
 from pd_cluster.scheduling.step_budget import StepBudget
 from pd_cluster.scheduling.step_model import StepModel, StepWork, keys_of

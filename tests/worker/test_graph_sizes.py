@@ -7,13 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pd_cluster.scheduling.batch import SequenceChunk
+from pd_cluster.scheduling.captured_sizes import bucket_sizes, token_buckets
 from pd_cluster.worker.cuda_graphs.graph_sizes import (
     GraphSizes,
-    bucket_sizes,
     decode_sizes,
     draft_sizes,
     step_sizes,
-    token_buckets,
 )
 from pd_kernels.values import StepSize
 from tests.worker.repeated_graphs import near_sizes

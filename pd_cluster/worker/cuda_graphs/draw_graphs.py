@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from pd_cluster.worker.cuda_graphs.graph_sizes import bucket_sizes
+from pd_cluster.scheduling.captured_sizes import bucket_sizes
 from pd_cluster.worker.draw_places import DrawVariant
 from pd_cluster.worker.sampler import Sampled, most_logprobs
 from pd_kernels.values import Draws, Limits, TokenMasks

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from pd_cluster.scheduling.captured_sizes import bucket_sizes, token_buckets
 from pd_kernels.values import StepSize
 
 if TYPE_CHECKING:
@@ -99,12 +100,6 @@ def draft_sizes(limit: int, max_seqs: int) -> list[StepSize]:
     return [StepSize(size, min(size, max_seqs), 0, has_decodes=True, has_drafts=True) for size in buckets]
 
 
-def bucket_sizes(limit: int) -> list[int]:
-    """Numbers of decodes: 1, 2, 4, 8, then every 8th up to 64, every 16th from there, and `limit` itself."""
-    sizes = [1, 2, 4, *range(8, 64, 8), *range(64, limit, 16), limit]
-    return sorted({size for size in sizes if size <= limit})
-
-
 def step_sizes(limit: int, max_seqs: int) -> list[StepSize]:
     """Sizes of steps with chunks. Each of `token_buckets` has six sizes; equal ones are dropped.
 
@@ -120,12 +115,3 @@ def step_sizes(limit: int, max_seqs: int) -> list[StepSize]:
             for num_seqs, has_decodes in ((num_chunks, False), (few, True), (most, True)):
                 sizes.add(StepSize(num_tokens, num_seqs, num_chunks, has_decodes, bool(is_far)))
     return sorted(sizes, key=lambda size: (size.num_tokens, size.num_seqs, size.has_decodes, size.is_far))
-
-
-def token_buckets(limit: int) -> list[int]:
-    """Numbers of tokens: 16, 32, every 64th up to 512, every 128th from there, and `limit` itself.
-
-    Products compute whole tiles of 64 or 128 rows.
-    """
-    sizes = [16, 32, *range(64, 512, 64), *range(512, limit, 128), limit]
-    return sorted({size for size in sizes if size <= limit})

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from pd_cluster.worker.cuda_graphs.graph_sizes import bucket_sizes, decode_sizes, draft_sizes, step_sizes, token_buckets
+from pd_cluster.scheduling.captured_sizes import bucket_sizes, token_buckets
+from pd_cluster.worker.cuda_graphs.graph_sizes import decode_sizes, draft_sizes, step_sizes
 from pd_cluster.worker.cuda_graphs.recorder import CudaRecorder
 from pd_cluster.worker.kernel_selection import choose_products
 

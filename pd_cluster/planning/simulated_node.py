@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from benchmarks.event_queue import EventQueue
-from benchmarks.slo.device import STEP_TOKENS, steps_at_start
 from pd_cluster.config import SchedulerConfig
+from pd_cluster.planning.device import steps_at_start
+from pd_cluster.planning.event_queue import EventQueue
 from pd_cluster.scheduling.batch import StepResult
 from pd_cluster.scheduling.block_manager import BlockManager
 from pd_cluster.scheduling.queue_order import Fifo, Shortest
@@ -27,11 +27,10 @@ from pd_connectors.protocol.slabs import KvSlabs
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from benchmarks.slo.device import Device
+    from pd_cluster.planning.device import Device
     from pd_cluster.scheduling.batch import Batch, BlockCopies
     from pd_connectors.protocol.feed import NodeLoad
 
-SEQS, BLOCK, BLOCKS = 256, 64, 14_000
 DRAWN = 7  # every token of every answer
 NO_TARGETS = Targets()
 HOST_BYTES_S = 50e9  # of copies, one way; measured: 53
@@ -65,17 +64,17 @@ class SimulatedNode:
         is_measured: bool = True, blocks: BlockManager | None = None,
     ) -> None:  # fmt: skip
         """`role` "": a decode node by the rule's usual gaps, else a mixed one. `num_blocks`: of its memory, with a
-        prefix cache; 0: BLOCKS, without. `is_measured`: its steps' model is fitted at start, else to its first steps.
-        `blocks`: in place of them.
+        prefix cache; 0: the device's, without. `is_measured`: its steps' model is fitted at start, else to its first
+        steps. `blocks`: in place of them.
         """
         self.world, self.device = world, device
-        group = KVGroup(KVKind.FULL, (0,), (1, 1, 2, BLOCK, 1), "float32", BLOCK)
-        most = num_blocks or BLOCKS
+        group = KVGroup(KVKind.FULL, (0,), (1, 1, 2, device.block_size, 1), "float32", device.block_size)
+        most = num_blocks or device.num_blocks
         slabs = KvSlabs(1, most * group.block_bytes, (most,))
         self.blocks = blocks or BlockManager((group,), slabs, prefix_caching=num_blocks > 0)
         times = steps_at_start(device) if is_measured else ()
         self.model = StepModel(times)
-        self.room = StreamRoom(rule.targets.tpot_s, SEQS, self.model, lambda: world.now_s)
+        self.room = StreamRoom(rule.targets.tpot_s, device.max_seqs, self.model, lambda: world.now_s)
         role = role or ("decode" if rule.usual else "mixed")
         self.room.prompts_first = role == "prefill"
         model = StepModel(times) if rule.usual and role == "decode" else self.model
@@ -84,7 +83,9 @@ class SimulatedNode:
         self.budget = StepBudget(targets, self.model, lambda: world.now_s, self._busy_s)
         self.budget.model = model
         self.scheduler = Scheduler(
-            SchedulerConfig(max_num_seqs=SEQS, max_num_batched_tokens=STEP_TOKENS, max_waiting=10_000),
+            SchedulerConfig(
+                max_num_seqs=device.max_seqs, max_num_batched_tokens=device.step_tokens, max_waiting=1_000_000
+            ),
             self.blocks, step_budget=self.budget, order=Shortest(self.model, self.blocks) if rule.shortest else Fifo(),
             max_model_len=1 << 20, eos_token_ids=frozenset({0}), retract=lambda lease: 0, clock=lambda: world.now_s,
         )  # fmt: skip

@@ -1,0 +1,222 @@
+"""Simulated nodes after the product's own choice of nodes, which knows of them what their feeds have told.
+
+A request waits for memory as an engine's does. Equal prompts, tiers, drafts and busy links are not simulated.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import count
+from math import inf
+from typing import TYPE_CHECKING
+
+from pd_cluster.planning.delays import Delays
+from pd_cluster.planning.simulated_node import DRAWN, Rule, SimulatedNode, VirtualTime
+from pd_cluster.protocol.messages import AddRequest, Work
+from pd_cluster.protocol.sampling_params import SamplingParams
+from pd_cluster.scheduling.sequence import Request
+from pd_connectors.protocol.messages import SampledToken
+from pd_router.config import HandoffOrder, RouterConfig
+from pd_router.nodes.node_table import NodeTable
+from pd_router.policy.candidates import to_generate
+from pd_router.policy.charge import Charge
+from pd_router.policy.cost_policy import TRIED, CostPolicy
+from pd_router.policy.prompt_facts import PromptFacts
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from pd_cluster.bench.workload import Arrival
+    from pd_cluster.planning.device import Device
+    from pd_cluster.planning.role_counts import RoleCounts
+    from pd_router.nodes.node_table import Node
+
+RETRY_S = 0.005  # until a decode node asks for memory again
+
+
+@dataclass(frozen=True, slots=True)
+class RoleDevices:
+    """What nodes of each role run on: ranks of a node differ between roles."""
+
+    prefill: Device
+    decode: Device
+    mixed: Device
+
+    @classmethod
+    def alike(cls, device: Device) -> RoleDevices:
+        return cls(device, device, device)
+
+
+@dataclass(slots=True)
+class Served:
+    """One request: when it came, its tokens, and why one node served it alone."""
+
+    arrival: Arrival
+    tokens_s: list[float] = field(default_factory=list)
+    reason: str = ""  # "": two did, as usual; docs/routing.md lists them
+    read_s: float = 0.0  # when a prefill node had read its prompt; 0: none has
+    is_reserved: bool = False  # its decode node has blocks for it
+    on_read: Callable[[], None] = lambda: None  # a prefill node has read the prompt
+    charges: dict[str, Charge] = field(default_factory=dict)  # open ones at the router, by side
+
+    @property
+    def ttft_ms(self) -> float:
+        return 1e3 * (self.tokens_s[0] - self.arrival.at_s)
+
+    @property
+    def tpot_ms(self) -> float:
+        num = len(self.tokens_s) - 1
+        return 1e3 * (self.tokens_s[-1] - self.tokens_s[0]) / num if num else 0.0
+
+    @property
+    def gaps_ms(self) -> list[float]:
+        return [1e3 * (b - a) for a, b in zip(self.tokens_s, self.tokens_s[1:], strict=False)]
+
+
+class SimulatedCluster:
+    """Nodes and a router, with the rule's targets as `pd-cluster up` gives them."""
+
+    def __init__(
+        self, roles: RoleCounts, rule: Rule, seed: int, devices: RoleDevices, delays: Delays | None = None
+    ) -> None:
+        """Raises StartupError."""
+        roles.check()
+        self.world, self._delays = VirtualTime(seed), delays or Delays()
+        self.prefills = [self._node(rule, devices.prefill, "prefill") for _ in range(roles.prefill)]
+        self.decodes = [self._node(rule, devices.decode) for _ in range(roles.decode)]
+        self.mixed = [self._node(rule, devices.mixed, "mixed") for _ in range(roles.mixed)]
+        self._config = self._router_config(rule)
+        self._policy = CostPolicy(self._config)
+        self._table = NodeTable(self._config, lambda: self.world.now_s)
+        self._nodes = dict(zip(self._table.nodes, (*self.prefills, *self.decodes, *self.mixed), strict=True))
+        self._told_s = dict.fromkeys(self._nodes, -inf)
+        self._unheard = {node: list[int]() for node in self._nodes}  # numbers of charges since
+        for node in self._nodes:
+            node.reachable = True
+        self._turns = count()
+
+    def _node(self, rule: Rule, device: Device, role: str = "") -> SimulatedNode:
+        return SimulatedNode(self.world, rule, device, role=role)
+
+    def _router_config(self, rule: Rule) -> RouterConfig:
+        slo_ttft_ms = 0.0 if rule.targets.ttft_s == inf else 1e3 * rule.targets.ttft_s
+        sides = {"prefill": self.prefills, "decode": self.decodes, "mixed": self.mixed}
+        prefill, decode, mixed = (
+            tuple(f"http://{side}{at}:1" for at, _ in enumerate(nodes)) for side, nodes in sides.items()
+        )
+        return RouterConfig(
+            prefill=prefill, decode=decode, mixed=mixed, slo_ttft_ms=slo_ttft_ms,
+            decode_on_prefill="auto" if rule.keeps else "never",
+        )  # fmt: skip
+
+    def serve(self, arrivals: Sequence[Arrival]) -> list[Served]:
+        served = [Served(arrival) for arrival in arrivals]
+        for index, one in enumerate(served):
+            at_s = one.arrival.at_s + self._delays.api_s
+            self.world.at(at_s, lambda one=one, index=index: self._route(one, str(index)))  # type: ignore[misc]
+        self.world.run()
+        for one in served:
+            assert len(one.tokens_s) == one.arrival.num_output
+        return served
+
+    # the router
+
+    def _hear(self) -> None:
+        """What the feeds have told by now. A message names the charges that its load includes: all before it."""
+        now_s = self.world.now_s
+        for node, simulated in self._nodes.items():
+            if now_s - self._told_s[node] >= self._delays.feed_s:
+                self._told_s[node] = now_s
+                node.view.receive(simulated.load, self._unheard[node])
+                self._unheard[node].clear()
+
+    def _route(self, one: Served, name: str) -> None:
+        self._hear()
+        num_input = one.arrival.num_input
+        facts = PromptFacts(num_input, num_tokens=num_input, most_output=float(one.arrival.num_output))
+        candidates, now_s = to_generate(self._table, None, facts, self._config, next(self._turns)), self.world.now_s
+        plan = self._policy.choose(facts, candidates, now_s)
+        if plan.order is not HandoffOrder.DIRECT:
+            decode, first = plan.best(plan.decodes, now_s), plan.prefills[0]
+            assert decode is not None
+            if plan.reason == TRIED:
+                one.reason = TRIED
+                first.view.trial.begin()
+            if not first.view.queued_tokens and first.view.ledger.reported.token_s:
+                told_s = plan.costs.reading_s(first)
+                one.on_read = lambda: first.view.trial.note(self.world.now_s - now_s, told_s)
+            self._charge(one, "first", first, num_input, 0)
+            self._charge(one, "last", decode, 0, 1)
+            return self._hand_over(self._nodes[first], self._nodes[decode], one, name)
+        alone = plan.best(plan.decodes, now_s)
+        assert alone is not None
+        one.reason = plan.reason
+        self._charge(one, "last", alone, num_input, 1)
+        return self._generate(self._nodes[alone], one, name)
+
+    def _charge(self, one: Served, side: str, node: Node, tokens: int, sequences: int) -> None:
+        """Book the request's work on the node, where the next choice does not see the node as it is."""
+        if self._delays.feed_s:
+            one.charges[side] = charge = Charge(
+                node, lambda: self.world.now_s, prompt_tokens=tokens, sequences=sequences, context=one.arrival.num_input
+            )
+            self._unheard[node].append(charge.number)
+
+    # a request's way
+
+    def _take(self, one: Served) -> None:
+        one.tokens_s.append(self.world.now_s)
+        if len(one.tokens_s) == one.arrival.num_output and (charge := one.charges.pop("last", None)):
+            charge.release()
+
+    def _begin(self, node: SimulatedNode, one: Served, name: str, work: Work) -> Request:
+        sampling = SamplingParams(max_tokens=one.arrival.num_output, ignore_eos=True)
+        prompt = [1] * one.arrival.num_input
+        message = AddRequest(name, prompt, sampling, work, received_s=one.arrival.at_s)
+        return Request.from_message(message, lease_id=name if work is Work.PREFILL else None)
+
+    def _generate(self, node: SimulatedNode, one: Served, name: str) -> None:
+        node.on_token[name] = lambda: self._take(one)
+        node.scheduler.add(self._begin(node, one, name, Work.GENERATE))
+        node.wake()
+
+    def _hand_over(self, first: SimulatedNode, node: SimulatedNode, one: Served, name: str) -> None:
+        world, taken = self.world, self._begin(node, one, name, Work.TAKE_OVER)
+        taken.load_id = name
+        node.scheduler.park(taken)
+
+        def reserve() -> None:
+            if node.scheduler.reserve(taken) is None:
+                world.after(RETRY_S, reserve)
+            elif one.read_s:
+                world.after(self._delays.link_s, load_ends)
+            else:
+                one.is_reserved = True
+
+        def is_read() -> None:
+            one.on_read()
+            one.read_s = world.now_s
+            if (charge := one.charges.pop("first", None)) is not None:
+                charge.release()
+            world.after(self._delays.first_token_s, give)
+            if one.is_reserved:
+                world.after(self._delays.link_s, load_ends)
+
+        def give() -> None:
+            self._take(one)
+            node.scheduler.set_first_tokens(taken, (SampledToken(DRAWN),))
+
+        def load_ends() -> None:
+            first.scheduler.end_lease(name)
+            first.wake()
+            if one.arrival.num_output == 1:  # ended with its first token
+                node.scheduler.drain(name)
+            else:
+                node.scheduler.admit_loaded(taken)
+            node.wake()
+
+        reserve()
+        node.on_token[name] = lambda: self._take(one)
+        first.on_token[name] = is_read
+        first.scheduler.add(self._begin(first, one, name, Work.PREFILL))
+        first.wake()
