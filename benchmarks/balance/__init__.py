@@ -2,7 +2,7 @@
 
 The engine's schedulers, the router's choice and the balance's `decide`, unmodified, which sees the nodes by their feeds
 0.01 s late and the requests of the last minute, each 5 s. Steps take --slowness times those of 8B on an H200, and rates
-and targets go with them: an hour of the product's own steps would take 8 times as long to simulate. Not simulated: as
+and targets go with them: an hour of the product's own steps would take 16 times as long to simulate. Not simulated: as
 in `slo`; prefixes.
 
 For each load and number of nodes: attainment by phase of each fixed setting, and of the balance from each start, the
@@ -23,19 +23,20 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 
 from benchmarks.balance.loads import PhasedLoad, loads
-from benchmarks.balance.world import BalancedCluster, SlowDevice
+from benchmarks.balance.world import BalancedCluster
 from benchmarks.records import append_record
-from benchmarks.slo.cluster import Setting
 from benchmarks.slo.device import DEVICES
-from benchmarks.slo.node import Rule
 from pd_cluster.balancing.decision import BalanceTargets
 from pd_cluster.bench.report import report_console
+from pd_cluster.planning.device import ScaledDevice
+from pd_cluster.planning.role_counts import RoleCounts
+from pd_cluster.planning.simulated_node import Rule
 from pd_cluster.scheduling.targets import Targets
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-TTFT_S, TPOT_S = 0.4, 0.015  # targets, for 8B
+TTFT_S, TPOT_S = 0.4, 0.010  # targets, for 8B
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +48,12 @@ class BalanceRun:
     changes: tuple[int, ...]
 
 
-def run_one(load: PhasedLoad, setting: Setting, seed: int, slowness: float, *, is_balanced: bool) -> BalanceRun:
+def run_one(load: PhasedLoad, roles: RoleCounts, seed: int, slowness: float, *, is_balanced: bool) -> BalanceRun:
     targets = BalanceTargets(slowness * TTFT_S, slowness * TPOT_S)
     rule = Rule("slack", targets=Targets(*targets, 3 * targets.tpot_s), shortest=True)
-    device = SlowDevice(DEVICES["8b", 1], slowness)
-    cluster = BalancedCluster(setting, rule, device, seed, is_balanced=is_balanced, targets=targets)
-    served = cluster.serve(load.arrivals(setting.num_gpus, seed))
+    device = ScaledDevice(DEVICES["8b", 1], slowness)
+    cluster = BalancedCluster(roles, rule, device, seed, is_balanced=is_balanced, targets=targets)
+    served = cluster.serve(load.arrivals(roles.total, seed))
     met = [
         (load.phase_at(one.arrival.at_s), one.ttft_ms <= 1e3 * targets.ttft_s and one.tpot_ms <= 1e3 * targets.tpot_s)
         for one in served
@@ -73,7 +74,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--starts", type=int, nargs="+", default=[], metavar="N", help="Prefill nodes at the start.")
     parser.add_argument("--seeds", type=int, default=10, metavar="N")
     parser.add_argument("--first-seed", type=int, default=0, metavar="N")
-    parser.add_argument("--slowness", type=float, default=8.0, metavar="X", help="Of steps (default: 8).")
+    parser.add_argument("--slowness", type=float, default=16.0, metavar="X", help="Of steps (default: 16).")
     parser.add_argument("--json", type=Path, metavar="FILE", help="File to which lines are appended.")
     namespace = parser.parse_args(arguments)
     for name in namespace.loads:
@@ -87,7 +88,7 @@ def _compare(namespace: argparse.Namespace, load: PhasedLoad) -> None:
     wanted = [(number, False) for number in fixed] + [(number, True) for number in namespace.starts or [nodes // 2]]
     table = Table("setting", "attained", "by phase", "changes by phase", title=f"{load.name}, {nodes} nodes")
     for prefills, is_balanced in wanted:
-        setting = Setting(f"{prefills}P{nodes - prefills}D", prefills, nodes - prefills)
+        setting = RoleCounts(prefills, nodes - prefills)
         name = f"balance from {setting.name}" if is_balanced else setting.name
         runs, began_s = list[BalanceRun](), time.perf_counter()
         for seed in range(namespace.first_seed, namespace.first_seed + namespace.seeds):

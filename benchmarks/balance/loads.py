@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from pd_cluster.bench.workload import Arrival
 
-PROMPTS, ANSWERS = (6000, 60), (500, 500)  # tokens in and out of a request of either kind
+PROMPTS, ANSWERS = (6000, 60), (300, 800)  # tokens in and out of a request of either kind
 EVENLY = (2000, 200)
 
 
@@ -30,11 +30,14 @@ class PhasedLoad:
 
     def arrivals(self, num_nodes: int, seed: int) -> list[Arrival]:
         rng, begin_s, arrivals = random.Random(seed), 0.0, list[Arrival]()
+
+        def drawn(mean: int) -> int:
+            return max(2, round(mean * rng.uniform(1 - self.spread, 1 + self.spread)))
+
         for phase in self.phases:
             at_s = begin_s + rng.expovariate(phase.per_s * num_nodes)
             while at_s < begin_s + phase.span_s:
-                tokens = (max(2, round(mean * rng.uniform(1 - self.spread, 1 + self.spread))) for mean in phase.lengths)
-                arrivals.append(Arrival(at_s, *tokens))
+                arrivals.append(Arrival(at_s, *map(drawn, phase.lengths)))
                 at_s += rng.expovariate(phase.per_s * num_nodes)
             begin_s += phase.span_s
         return arrivals
@@ -49,22 +52,20 @@ class PhasedLoad:
 
 def loads(slowness: float) -> dict[str, PhasedLoad]:
     """`slowness`: how much longer steps take than those of 8B on an H200; rates are as much lower."""
-    prompts, answers, evenly = 2.0 / slowness, 4.5 / slowness, 4.5 / slowness
-    turn = tuple(
-        Phase(600.0, *(((prompts, PROMPTS) if number % 2 == 0 else (answers, ANSWERS)))) for number in range(4)
+    prompts, answers, evenly = (per_s / slowness for per_s in (4.8, 20.0, 12.0))
+    turns = ((prompts, PROMPTS), (answers, ANSWERS)) * 2
+    calm, sudden = Phase(600.0, evenly / 2, EVENLY), Phase(120.0, 1.5 * evenly, EVENLY)
+    made = (
+        PhasedLoad("turns", tuple(Phase(600.0, *turn) for turn in turns)),
+        PhasedLoad("burst", (calm, sudden, calm)),
+        PhasedLoad("constant", (Phase(1800.0, evenly, EVENLY),)),
+        PhasedLoad("drift", tuple(_between(turns[0], turns[1], step / 11) for step in range(12))),
     )
-    calm = Phase(600.0, evenly * 0.8, EVENLY)
-    burst = (calm, Phase(120.0, evenly * 2.4, EVENLY), Phase(600.0, evenly * 0.8, EVENLY))
-    steps = [number / 11 for number in range(12)]  # of 5 minutes
-    drift = tuple(
-        Phase(300.0, prompts + (answers - prompts) * share, tuple(
-            round(a + (b - a) * share) for a, b in zip(PROMPTS, ANSWERS, strict=True)
-        )) for share in steps
-    )  # fmt: skip
-    return {
-        one.name: one
-        for one in (
-            PhasedLoad("turns", turn), PhasedLoad("burst", burst), PhasedLoad("constant", (Phase(1800.0, evenly, EVENLY),)),
-            PhasedLoad("drift", drift),
-        )
-    }  # fmt: skip
+    return {one.name: one for one in made}
+
+
+def _between(begin: tuple[float, tuple[int, int]], end: tuple[float, tuple[int, int]], share: float) -> Phase:
+    """Five minutes of so much of the way from one load to another."""
+    (rate, (prompt, answer)), (last_rate, (last_prompt, last_answer)) = begin, end
+    lengths = round(prompt + (last_prompt - prompt) * share), round(answer + (last_answer - answer) * share)
+    return Phase(300.0, rate + (last_rate - rate) * share, lengths)

@@ -7,11 +7,9 @@ from dataclasses import dataclass
 from math import inf
 from typing import TYPE_CHECKING
 
-from benchmarks.slo.cluster import Served, Setting, SimulatedCluster
-from benchmarks.slo.device import Device
-from benchmarks.slo.node import Rule, SimulatedNode
 from pd_cluster.balancing.decision import BalanceTargets, decide
-from pd_cluster.balancing.snapshot import BALANCE, BalancedNode, BalanceSnapshot, SeenRequest
+from pd_cluster.balancing.snapshot import BALANCE, BalancedNode, BalanceSnapshot, EndedRequest
+from pd_cluster.planning.simulated_cluster import RoleDevices, Served, SimulatedCluster
 from pd_cluster.scheduling.step_model import StepModel
 from pd_router.nodes.node_table import Role
 
@@ -20,24 +18,15 @@ if TYPE_CHECKING:
 
     from pd_cluster.balancing.decision import BalanceDecision, Memory
     from pd_cluster.bench.workload import Arrival
-    from pd_cluster.scheduling.step_model import StepWork
+    from pd_cluster.planning.device import Device
+    from pd_cluster.planning.role_counts import RoleCounts
+    from pd_cluster.planning.simulated_node import Rule
     from pd_connectors.protocol.feed import NodeLoad
     from pd_router.nodes.node_table import Node
 
-FEED_S, ORDER_S, PERIOD_S = 0.01, 0.02, 5.0  # until a router has a node's word; of an order; between two rounds
+FEED_S, ORDER_S, PERIOD_S = 0.01, 0.02, 5.0  # until a router has a node's word; of an order; of a round
 WINDOW_S = 60.0  # of which a router tells requests
 MODEL = "m"
-
-
-@dataclass(frozen=True, slots=True)
-class SlowDevice(Device):
-    """Steps as of another device, all so many times as long."""
-
-    of: Device
-    slowness: float
-
-    def seconds(self, work: StepWork) -> float:
-        return self.slowness * self.of.seconds(work)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,13 +41,10 @@ class BalancedCluster(SimulatedCluster):
     """`is_balanced`: else the roles of the start stay. `told`: what was decided, each reason once while it lasts."""
 
     def __init__(
-        self, setting: Setting, rule: Rule, device: Device, seed: int, *, is_balanced: bool, targets: BalanceTargets
+        self, roles: RoleCounts, rule: Rule, device: Device, seed: int, *, is_balanced: bool, targets: BalanceTargets
     ) -> None:
-        super().__init__(setting, rule, seed)
+        super().__init__(roles, rule, seed, RoleDevices.alike(device))
         self._rule, self._targets, self._is_balanced = rule, targets, is_balanced
-        self.prefills = [SimulatedNode(self.world, rule, device, role="prefill") for _ in self.prefills]
-        self.decodes = [SimulatedNode(self.world, rule, device, role="decode") for _ in self.decodes]
-        self._nodes = dict(zip(self._table.nodes, (*self.prefills, *self.decodes), strict=True))
         self._ordered_s = dict.fromkeys(self._nodes, -inf)
         self._arrived: deque[Served] = deque()
         self._memory: Memory = {}
@@ -88,7 +74,7 @@ class BalancedCluster(SimulatedCluster):
         while self._arrived and self._arrived[0].arrival.at_s < now_s - WINDOW_S:
             self._arrived.popleft()
         ended = tuple(
-            SeenRequest(one.arrival.at_s - now_s, one.arrival.num_input, 0, one.arrival.num_output)
+            EndedRequest(one.arrival.at_s - now_s, one.arrival.num_input, 0, one.arrival.num_output)
             for one in self._arrived if len(one.tokens_s) == one.arrival.num_output
         )  # fmt: skip
         nodes = tuple(self._seen(node, load) for node, load in loads.items())

@@ -15,15 +15,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
-from pd_cluster.balancing.estimate import LoadEstimate, RoleNumbers, StepFigures
+from pd_cluster.balancing.estimate import LoadEstimate, StepFigures
 from pd_cluster.balancing.snapshot import BALANCE, ROLES
+from pd_cluster.planning.role_counts import RoleCounts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from pd_cluster.balancing.snapshot import BalancedNode, BalanceSnapshot, SeenRequest
+    from pd_cluster.balancing.snapshot import BalancedNode, BalanceSnapshot, EndedRequest
+    from pd_cluster.planning.forecast import Forecast
 
 STALE_S = 5.0  # a snapshot that is older decides nothing
 FEWEST = 20  # requests that have ended of late, below which nothing is predicted
@@ -33,17 +35,6 @@ HORIZON_S = 300.0  # that a change is to pay for itself in
 LEAST_GAIN = 0.03  # share of the requests
 CONFIRMED = 3  # rounds in a row
 NOT_YET = "not enough is known"
-
-
-class Predicted(Protocol):
-    """A forecast: the share of requests that meet their targets."""
-
-    @property
-    def attainment(self) -> float: ...
-    @property
-    def low(self) -> float: ...
-    @property
-    def high(self) -> float: ...
 
 
 class BalanceTargets(NamedTuple):
@@ -57,7 +48,7 @@ class GroupLoad(NamedTuple):
     """What a prediction is made of."""
 
     per_s: float
-    seen: Sequence[SeenRequest]
+    seen: Sequence[EndedRequest]
     queued_tokens: int
     targets: BalanceTargets
 
@@ -89,15 +80,15 @@ class Favourite:
     rounds: int
 
 
-Memory = dict[str, Favourite]  # by group
-Predict = "Callable[[GroupLoad, RoleNumbers], Predicted]"
+Memory: TypeAlias = dict[str, Favourite]  # by group
+Forecaster: TypeAlias = "Callable[[GroupLoad, RoleCounts], Forecast]"
 
 
 def decide(
     snapshot: BalanceSnapshot,
     memory: Mapping[str, Favourite],
     targets: BalanceTargets,
-    forecast: Callable[[GroupLoad, RoleNumbers], Predicted] | None = None,
+    forecast: Forecaster | None = None,
 ) -> tuple[list[BalanceDecision], Memory]:
     """A decision for each group, at most one of them a change. `forecast`: in place of the estimate by the feeds."""
     if snapshot.age_s > STALE_S:
@@ -128,12 +119,12 @@ def _groups(nodes: Sequence[BalancedNode]) -> Iterator[tuple[str, list[BalancedN
 class _Group:
     def __init__(
         self, snapshot: BalanceSnapshot, models: str, nodes: list[BalancedNode], targets: BalanceTargets,
-        forecast: Callable[[GroupLoad, RoleNumbers], Predicted] | None,
+        forecast: Forecaster | None,
     ) -> None:  # fmt: skip
         self._snapshot, self._models, self._nodes = snapshot, models, nodes
         self._targets, self._forecast = targets, forecast
         names = [name for name in snapshot.arrived_per_s if name in models.split(",")]
-        if len(set(node.models for node in snapshot.nodes)) == 1:
+        if len({node.models for node in snapshot.nodes}) == 1:
             names += [name for name in snapshot.arrived_per_s if not name]  # of requests that name no model
         self._per_s = sum(snapshot.arrived_per_s[name] for name in names)
         self._seen = [one for name in names for one in snapshot.seen.get(name, ())]
@@ -146,9 +137,9 @@ class _Group:
             return self._hold(f"{NOT_YET}: no node has told both what a prompt's token and what a step takes"), None
         now = predict(self._counts(self._nodes))
         best = max(self._moves(predict, now), default=None, key=lambda move: move[0])
-        at = f"{self._counts(self._nodes).told}: {now.attainment:.2f} of the requests would meet their targets"
+        at = f"{self._counts(self._nodes).name}: {now.attainment:.2f} of the requests would meet their targets"
         if best is None:
-            return self._hold(f"{at}; no node can change: each is the last of its role, or its like has none other"), None
+            return self._hold(f"{at}; no node can change: it is the last of its role, or unlike others"), None
         net, node, role, told = best
         if net < LEAST_GAIN:
             return self._hold(f"{at}; {told}: less than {LEAST_GAIN:.2f} is gained"), None
@@ -182,7 +173,7 @@ class _Group:
             return f"{NOT_YET}: {len(self._seen)} requests have ended of late, {FEWEST} are needed"
         return ""
 
-    def _predictor(self) -> Callable[[RoleNumbers], Predicted] | None:
+    def _predictor(self) -> Callable[[RoleCounts], Forecast] | None:
         queued = sum(node.queued_tokens for node in self._nodes)
         if (forecast := self._forecast) is not None:
             load = GroupLoad(self._per_s, self._seen, queued, self._targets)
@@ -192,12 +183,12 @@ class _Group:
             return None
         return LoadEstimate(figures, self._per_s, self._seen, queued, *self._targets).attained
 
-    def _counts(self, nodes: Sequence[BalancedNode]) -> RoleNumbers:
+    def _counts(self, nodes: Sequence[BalancedNode]) -> RoleCounts:
         """Of those that serve."""
-        return RoleNumbers(*(sum(node.role == role and node.is_healthy for node in nodes) for role in ROLES))
+        return RoleCounts(*(sum(node.role == role and node.is_healthy for node in nodes) for role in ROLES))
 
     def _moves(
-        self, predict: Callable[[RoleNumbers], Predicted], now: Predicted
+        self, predict: Callable[[RoleCounts], Forecast], now: Forecast
     ) -> Iterator[tuple[float, BalancedNode, str, str]]:
         """What each change would gain after its cost, the node, its new role, and both in words."""
         counts = self._counts(self._nodes)
@@ -228,8 +219,8 @@ class _Group:
         return (moved + node.num_streams) / max(1.0, self._per_s * HORIZON_S)
 
 
-def _moved(counts: RoleNumbers, old: str, new: str) -> RoleNumbers:
+def _moved(counts: RoleCounts, old: str, new: str) -> RoleCounts:
     numbers = dict(zip(ROLES, counts, strict=True))
     numbers[old] -= 1
     numbers[new] += 1
-    return RoleNumbers(**numbers)
+    return RoleCounts(**numbers)

@@ -15,12 +15,15 @@ from dataclasses import dataclass, replace
 from itertools import product
 from math import exp, sqrt
 from statistics import NormalDist, fmean, median, pvariance
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
+
+from pd_cluster.planning.forecast import Forecast
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from pd_cluster.balancing.snapshot import BalancedNode, SeenRequest
+    from pd_cluster.balancing.snapshot import BalancedNode, EndedRequest
+    from pd_cluster.planning.role_counts import RoleCounts
 
 DECODE_S = 10e-6  # of a step, for a stream, where a step reads all weights (8B, H200)
 WEIGHTS = 20  # prompt tokens that a step without any takes as long as, where it does
@@ -30,27 +33,6 @@ SHARES = (0.0, 0.1, 0.2, 0.35, 0.5, 0.7, 1.0)  # of prompts that decode nodes re
 FULLEST = 0.98  # use of a server whose wait is still that of a queue at rest
 MOST_READS = 40  # prompts, of all lengths, whose waits are summed
 NORMAL = NormalDist()
-
-
-class RoleNumbers(NamedTuple):
-    """Nodes by role."""
-
-    prefill: int
-    decode: int
-    mixed: int
-
-    @property
-    def told(self) -> str:
-        return " ".join(f"{number}{role}" for number, role in zip(self, "PDM", strict=True) if number)
-
-
-@dataclass(frozen=True, slots=True)
-class Attainment:
-    """A share of requests, and the same with steps that are a little longer and shorter."""
-
-    attainment: float
-    low: float
-    high: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,17 +75,18 @@ class LoadEstimate:
 
     figures: StepFigures
     per_s: float
-    seen: Sequence[SeenRequest]
+    seen: Sequence[EndedRequest]
     queued_tokens: int
     ttft_s: float
     tpot_s: float
 
-    def attained(self, roles: RoleNumbers) -> Attainment:
+    def attained(self, roles: RoleCounts) -> Forecast:
         """Takes a millisecond."""
         told, longer, shorter = (
-            _Shares(replace(self, figures=self.figures.times(factor))).best(roles) for factor in (1, 1 + STEPS, 1 - STEPS)
+            _Shares(replace(self, figures=self.figures.times(factor))).best(roles)
+            for factor in (1, 1 + STEPS, 1 - STEPS)
         )
-        return Attainment(told, min(told, longer), max(told, shorter))
+        return Forecast(told, min(told, longer), max(told, shorter))
 
 
 class _Shares:
@@ -128,7 +111,7 @@ class _Shares:
         room = figures.kv_tokens / context if figures.kv_tokens else figures.num_slots
         self._most = min(figures.num_slots, room)
 
-    def best(self, roles: RoleNumbers) -> float:
+    def best(self, roles: RoleCounts) -> float:
         readers, others = roles.prefill, roles.decode + roles.mixed
         shares = SHARES if readers and others else (float(bool(others)),)
         kept = SHARES if readers and others else (float(not others),)

@@ -9,7 +9,7 @@ ROLES = ("prefill", "decode", "mixed")
 BALANCE = "balance"  # the sender of its orders
 
 
-class SeenRequest(NamedTuple):
+class EndedRequest(NamedTuple):
     """A request that has ended. `at_s`: of its arrival, seconds before now, as a number below 0."""
 
     at_s: float
@@ -54,7 +54,7 @@ class BalanceSnapshot:
 
     nodes: tuple[BalancedNode, ...]
     arrived_per_s: dict[str, float] = field(default_factory=dict)
-    seen: dict[str, tuple[SeenRequest, ...]] = field(default_factory=dict)
+    seen: dict[str, tuple[EndedRequest, ...]] = field(default_factory=dict)
     age_s: float = 0.0  # since the routers answered
     num_answering: int = 1  # of the routers
     num_routers: int = 1
@@ -70,12 +70,12 @@ def read_snapshot(answers: list[dict[str, Any]], num_routers: int, age_s: float 
     A node counts as live where the first router has its feed: that router gets the order.
     """
     rates: dict[str, float] = {}
-    seen: dict[str, list[SeenRequest]] = {}
+    seen: dict[str, list[EndedRequest]] = {}
     for answer in answers:
         for model, rate in answer["arrived_per_s"].items():
             rates[model] = rates.get(model, 0.0) + rate
         for model, rows in answer["seen"].items():
-            seen.setdefault(model, []).extend(SeenRequest(*row) for row in rows)
+            seen.setdefault(model, []).extend(EndedRequest(*row) for row in rows)
     nodes = tuple(_node(row) for row in (answers[0]["nodes"] if answers else ()) if row["state"] != "leaving")
     ended = {model: tuple(sorted(rows)) for model, rows in seen.items()}
     return BalanceSnapshot(nodes, rates, ended, age_s, len(answers), num_routers)

@@ -16,6 +16,7 @@ from pd_http.held_bytes import HeldBytes
 from pd_router.admission.key_admission import KeyAdmission
 from pd_router.admission.key_file import KeyFile
 from pd_router.calls import headers as rules
+from pd_router.edge.balance_board import BalanceBoard
 from pd_router.edge.cluster_orders import ClusterOrders
 from pd_router.edge.control import Control, Relay
 from pd_router.edge.dashboard import Dashboard
@@ -82,12 +83,13 @@ def create_app(
     lifespan = Lifespan(services, discovery, posted, poller, feeds, keys, worker, restart_state, ports)
     workers = worker or OnlyWorker(posted)
     views = WorkerViews(table, metrics, workers)
-    dashboard = Dashboard(services, views, workers)
+    board = BalanceBoard(services, posted, views, workers)
+    dashboard = Dashboard(services, views, workers, board.word)
     if worker is not None:
         metrics.frozen_workers.inc(worker.num_frozen)
-        worker.adopt, worker.topics = lifespan.adopt, views.topics | dashboard.topics
+        worker.adopt, worker.topics = lifespan.adopt, views.topics | dashboard.topics | board.topics
     app = Starlette(
-        routes=_routes(services, posted, Admin(posted, workers, views, poller.poll), views, dashboard),
+        routes=_routes(services, posted, Admin(posted, workers, views, poller.poll), views, dashboard, board),
         middleware=cross_origin(config),
         exception_handlers=exception_handlers(_request_id),
         lifespan=lifespan.run,
@@ -115,9 +117,9 @@ def _services(
 
 
 def _routes(
-    services: Services, posted: PostedNodes, admin: Admin, views: WorkerViews, dashboard: Dashboard
+    services: Services, posted: PostedNodes, admin: Admin, views: WorkerViews, dashboard: Dashboard, board: BalanceBoard
 ) -> list[Route]:
-    control = Control(services, views)
+    control = Control(services, views, board.word)
     by_kind: dict[Kind, Any] = {
         Kind.GENERATE: _compute,
         Kind.READ: _compute,
@@ -135,6 +137,7 @@ def _routes(
         "drain": admin.drain,
         "resume": admin.resume,
         "order_role": RoleOrders(services, posted, views).give,
+        "balance": board.hear,
     } | dashboard.handlers
     served = [one for one in ENDPOINTS if one.kind in by_kind or one.name in by_name]
     is_open = services.config.admin_endpoints == "open"

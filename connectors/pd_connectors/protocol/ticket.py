@@ -45,6 +45,7 @@ class Ticket(msgspec.Struct, frozen=True, tag=True):
 
 FEED_ACTION = "feed"  # of an order to a node alone, to read its feed
 ROLE_ACTION: Final = "role"  # to a router, about one node; and of a router to that node, which changes its role
+BALANCE_ACTION: Final = "balance"  # to a router: what a balance has decided, for an answer with nodes and load
 ORDER_HEADER = "x-pd-order"  # of a request: the signed NodeOrder
 OFFER_HEADER = "x-pd-offer"  # of a request to a decode node: the signed Offer, in place of kv_transfer_params
 NOT_SEEN = -1  # of the number of role changes that an order names
@@ -65,7 +66,9 @@ class NodeOrder(msgspec.Struct, frozen=True, tag=True):
     "reset_cache", "start_profile", "stop_profile" and "role" are orders to the node itself, too.
     """
 
-    action: Literal["add", "remove", "drain", "resume", "reset_cache", "start_profile", "stop_profile", "feed", "role"]
+    action: Literal[
+        "add", "remove", "drain", "resume", "reset_cache", "start_profile", "stop_profile", "feed", "role", "balance"
+    ]
     node: str  # the base URL for "add", else the node's id or its host:port; ALL_NODES for those three
     expires_at_s: float  # wall clock; until then a process that overhears the order can repeat it, so keep it short
     role: str = ""  # for "add" and "role": prefill, decode or mixed

@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-from pd_connectors.protocol.ticket import NOT_SEEN, ORDER_HEADER, ROLE_ACTION, NodeOrder, sign
+from pd_connectors.protocol.ticket import BALANCE_ACTION, NOT_SEEN, ORDER_HEADER, ROLE_ACTION, NodeOrder, sign
 from pd_http.endpoints import ROLE_PATH
-from pd_http.errors import InvalidRequest
+from pd_http.errors import InvalidRequest, PdError
 from pd_http.node_answers import object_in
 from pd_http.reply import json_response
 from pd_router.edge.cluster_orders import ORDER_LIFETIME_S
@@ -47,6 +47,17 @@ class RoleOrders:
         if order.role not in tuple(Role):
             raise InvalidRequest(f"bad role {order.role!r}: write one of {', '.join(Role)}")
         role = Role(order.role)
+        sender = "operator" if not order.sender else BALANCE_ACTION if order.sender == BALANCE_ACTION else "other"
+        try:
+            await self._obey(node, role, order)
+        except PdError:
+            self._s.metrics.role_orders.labels(sender, "refused").inc()
+            raise
+        self._s.metrics.role_orders.labels(sender, "obeyed").inc()
+        return json_response(await self._views.node(node))
+
+    async def _obey(self, node: Node, role: Role, order: NodeOrder) -> None:
+        """Raises NodeConflict, NodeFailed."""
         async with self._turn:
             if node.gone:
                 raise NodeConflict(f"node {node.node_id} is leaving: it was removed and finishes its requests")
@@ -54,7 +65,6 @@ class RoleOrders:
             if role is Role.PREFILL and node.role is not role and not order.is_forced:
                 self._check_decodes(node)
             await self._tell(node, role, order)
-        return json_response(await self._views.node(node))
 
     def _check_total(self, order: NodeOrder) -> None:
         """Raises NodeConflict if another order has changed a role since the sender of this one looked."""

@@ -341,6 +341,8 @@ class NodeTable:
             "engine": None if (load := view.load) is None else {
                 "running": load.num_running, "waiting": load.num_waiting, "slots": load.num_slots,
                 "free_blocks": load.free_blocks, "num_blocks": load.num_blocks, "step_ms": round(load.step_s * 1e3, 3),
+                "block_size": load.block_size, "context": load.num_context, "token_s": load.token_s,
+                "key_s": load.key_s, "context_s": load.context_s,
             },
         }  # fmt: skip
 
