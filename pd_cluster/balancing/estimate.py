@@ -30,6 +30,7 @@ WEIGHTS = 20  # prompt tokens that a step without any takes as long as, where it
 HORIZON_S = 60.0  # in which what waits now is to be read
 STEPS = 0.05  # by which steps may be shorter or longer than told
 SHARES = (0.0, 0.1, 0.2, 0.35, 0.5, 0.7, 1.0)  # of prompts that decode nodes read, of streams that prefill nodes keep
+WORKING = 0.8  # use of prefill nodes from which on others had better read, too
 FULLEST = 0.98  # use of a server whose wait is still that of a queue at rest
 MOST_READS = 40  # prompts, of all lengths, whose waits are summed
 NORMAL = NormalDist()
@@ -113,9 +114,16 @@ class _Shares:
 
     def best(self, roles: RoleCounts) -> float:
         readers, others = roles.prefill, roles.decode + roles.mixed
-        shares = SHARES if readers and others else (float(bool(others)),)
-        kept = SHARES if readers and others else (float(not others),)
-        return max(self._attained(readers, others, read, keep) for read, keep in product(shares, kept))
+        if not (readers and others):
+            return self._attained(readers, others, float(not readers), float(not others))
+        room = self._most_streams(self._of.tpot_s) * others
+        reads = {*SHARES, max(0.0, 1 - WORKING * readers / self._busy)}
+        keeps = {*SHARES, *(max(0.0, 1 - (room + add * sqrt(room)) / self._streams) for add in (-2, 0))}
+        return max(self._attained(readers, others, read, keep) for read, keep in product(reads, keeps))
+
+    def _most_streams(self, step_s: float) -> float:
+        """Of one node, whose steps take so long at most."""
+        return max(0.0, min(self._most, (step_s - self._of.figures.step_s) / self._stream_s))
 
     def _attained(self, readers: int, others: int, read: float, keep: float) -> float:
         """`read`: of the prompts, on nodes that decode; `keep`: of the streams, on prefill nodes."""
@@ -153,8 +161,7 @@ class _Shares:
         """How often so many streams, on average, have steps of `step_s` at most on `nodes` nodes."""
         if not streams:
             return 1.0
-        most = nodes * max(0.0, min(self._most, (step_s - self._of.figures.step_s) / self._stream_s))
-        return NORMAL.cdf((most - streams) / sqrt(streams))
+        return NORMAL.cdf((nodes * self._most_streams(step_s) - streams) / sqrt(streams))
 
 
 def _median(values: Iterable[float]) -> float:
