@@ -3,7 +3,8 @@
 Nodes of one router that serve the same models are a group, which is balanced by itself; in it only nodes of one shape
 take each other's place. A change must gain more than it costs:
 
-    gain    predicted attainment after less before. The worst of steps that are a little longer and shorter counts
+    gain    predicted attainment after less before, with steps that are a little longer and shorter, too: there at
+            least a part of it
     cost    requests of HORIZON_S that lose by it: prompts whose cached prefixes are no longer where the router sends
             them, and streams of the old role, which end beside what the node does then
 
@@ -33,6 +34,7 @@ SETTLE_S = 45.0  # after a change: requests of before it have ended, and the loa
 OPERATOR_S = 600.0  # after an operator's order
 HORIZON_S = 300.0  # that a change is to pay for itself in
 LEAST_GAIN = 0.03  # share of the requests
+SURE = 4.0  # with other steps a fourth of the gain must be left: far from capacity, and above it, roles gain little
 CONFIRMED = 3  # rounds in a row
 NOT_YET = "not enough is known"
 
@@ -202,7 +204,8 @@ class _Group:
                     continue
                 node = min(like, key=lambda one: (one.num_streams, one.queued_tokens, one.cached_tokens, one.name))
                 after = predict(_moved(counts, old, new))
-                gain = min(after.low - now.low, after.attainment - now.attainment, after.high - now.high)
+                sides = (after.low - now.low, after.high - now.high)
+                gain = min(after.attainment - now.attainment, *(SURE * side for side in sides))
                 cost = self._cost(node)
                 told = f"{node.name} as a {new} node gains {gain:.2f} and costs {cost:.3f}"
                 yield gain - cost, node, new, told

@@ -14,13 +14,12 @@ import httpx
 from pd_cluster.balancing.balancer import Balancer
 from pd_cluster.balancing.decision import BalanceTargets
 from pd_cluster.errors import StartupError
+from pd_cluster.launch.balance_flags import BALANCE_READY
 from pd_connectors.protocol.keys import load_cluster_key
 from pd_http.tls import TlsFiles
 
 if TYPE_CHECKING:
     import argparse
-
-BALANCE_READY = "balance ready: "
 
 
 def run_balance(namespace: argparse.Namespace) -> int:

@@ -8,6 +8,9 @@ if TYPE_CHECKING:
     import argparse
 
 
+BALANCE_READY = "balance ready: "  # printed before the routers' addresses
+
+
 def add_balance_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--router", action="append", required=True, metavar="URL",

@@ -34,7 +34,9 @@ SPIN_S, REST_S = 0.02, 0.001  # of `until`
 
 
 def signed(
-    action: Literal["add", "remove", "drain", "resume", "role", "reset_cache", "start_profile", "stop_profile"],
+    action: Literal[
+        "add", "remove", "drain", "resume", "role", "reset_cache", "start_profile", "stop_profile", "balance"
+    ],
     node: str,
     role: str = "",
     *,
