@@ -1,9 +1,10 @@
 """`python -m benchmarks balance`: roles that follow the load beside fixed ones, simulated on a virtual clock.
 
 The engine's schedulers, the router's choice and the balance's `decide`, unmodified, which sees the nodes by their feeds
-0.01 s late and the requests of the last minute, each 5 s. Steps take --slowness times those of 8B on an H200, and rates
-and targets go with them: an hour of the product's own steps would take 16 times as long to simulate. Not simulated: as
-in `slo`; prefixes.
+0.01 s late and the requests of the last minute, each 5 s. To simulate hours, steps take --slowness times those of 8B on
+an H200, rates and targets go with them, and requests have a fourth of usual tokens, of which each counts as four that
+are read from KV: streams are as many and last as long as with a fourth of the slowness. Not simulated: as in `slo`;
+prefixes.
 
 For each load and number of nodes: attainment by phase of each fixed setting, and of the balance from each start, the
 best fixed one of each phase and of the whole run, and role changes by phase.
@@ -25,7 +26,7 @@ from rich.table import Table
 from benchmarks.balance.loads import PhasedLoad, loads
 from benchmarks.balance.world import BalancedCluster
 from benchmarks.records import append_record
-from benchmarks.slo.device import DEVICES
+from benchmarks.slo.device import DenseDevice
 from pd_cluster.balancing.decision import BalanceTargets
 from pd_cluster.bench.report import report_console
 from pd_cluster.planning.device import ScaledDevice
@@ -36,7 +37,7 @@ from pd_cluster.scheduling.targets import Targets
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-TTFT_S, TPOT_S = 0.4, 0.010  # targets, for 8B
+TTFT_S, TPOT_S = 0.1, 0.010  # targets, for 8B
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +52,7 @@ class BalanceRun:
 def run_one(load: PhasedLoad, roles: RoleCounts, seed: int, slowness: float, *, is_balanced: bool) -> BalanceRun:
     targets = BalanceTargets(slowness * TTFT_S, slowness * TPOT_S)
     rule = Rule("slack", targets=Targets(*targets, 3 * targets.tpot_s), shortest=True)
-    device = ScaledDevice(DEVICES["8b", 1], slowness)
+    device = ScaledDevice(DenseDevice(context_s=132e-9), slowness)
     cluster = BalancedCluster(roles, rule, device, seed, is_balanced=is_balanced, targets=targets)
     served = cluster.serve(load.arrivals(roles.total, seed))
     met = [
@@ -74,7 +75,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--starts", type=int, nargs="+", default=[], metavar="N", help="Prefill nodes at the start.")
     parser.add_argument("--seeds", type=int, default=10, metavar="N")
     parser.add_argument("--first-seed", type=int, default=0, metavar="N")
-    parser.add_argument("--slowness", type=float, default=16.0, metavar="X", help="Of steps (default: 16).")
+    parser.add_argument("--slowness", type=float, default=64.0, metavar="X", help="Of steps (default: 64).")
     parser.add_argument("--json", type=Path, metavar="FILE", help="File to which lines are appended.")
     namespace = parser.parse_args(arguments)
     for name in namespace.loads:

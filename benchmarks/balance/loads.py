@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from pd_cluster.bench.workload import Arrival
 
-PROMPTS, ANSWERS = (6000, 60), (300, 800)  # tokens in and out of a request of either kind
-EVENLY = (2000, 200)
+PROMPTS, ANSWERS = (1500, 15), (75, 200)  # tokens in and out of a request of either kind
+EVENLY = (500, 50)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class PhasedLoad:
 
 def loads(slowness: float) -> dict[str, PhasedLoad]:
     """`slowness`: how much longer steps take than those of 8B on an H200; rates are as much lower."""
-    prompts, answers, evenly = (per_s / slowness for per_s in (4.8, 20.0, 12.0))
+    prompts, answers, evenly = (per_s / slowness for per_s in (19.2, 76.0, 44.0))
     turns = ((prompts, PROMPTS), (answers, ANSWERS)) * 2
     calm, sudden = Phase(600.0, evenly / 2, EVENLY), Phase(120.0, 1.5 * evenly, EVENLY)
     made = (

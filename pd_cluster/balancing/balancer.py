@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 import time
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -42,7 +43,8 @@ class Balancer:
         is_dry: bool = False, forecast: Forecaster | None = None,
         clock: Callable[[], float] = time.monotonic, wall_clock: Callable[[], float] = time.time,
     ) -> None:  # fmt: skip
-        self._client, self._routers, self._key, self._targets = client, routers, key, targets
+        self.routers = routers
+        self._client, self._key, self._targets = client, key, targets
         self._is_dry, self._forecast, self._clock, self._wall_clock = is_dry, forecast, clock, wall_clock
         self._memory: Memory = {}
         self._word, self._kind = "it has just started", "start"  # of the last round, for the routers
@@ -61,9 +63,10 @@ class Balancer:
     async def round(self) -> list[BalanceDecision]:
         """Look, decide, order."""
         began_s = self._clock()
-        answers = await asyncio.gather(*(self._ask(url) for url in self._routers))
-        told = [(url, answer) for url, answer in zip(self._routers, answers, strict=True) if answer is not None]
-        snapshot = read_snapshot([answer for _, answer in told], len(self._routers), self._clock() - began_s)
+        routers = [url for found in await asyncio.gather(*map(_each, self.routers)) for url in found]
+        answers = await asyncio.gather(*(self._ask(url) for url in routers))
+        told = [(url, answer) for url, answer in zip(routers, answers, strict=True) if answer is not None]
+        snapshot = read_snapshot([answer for _, answer in told], len(routers), self._clock() - began_s)
         decisions, self._memory = decide(snapshot, self._memory, self._targets, self._forecast)
         for decision in decisions:
             if decision.change is not None and not self._is_dry:
@@ -124,6 +127,17 @@ class Balancer:
         return {
             ORDER_HEADER: sign(self._key, NodeOrder(action, node, until_s, role, sender=BALANCE, reason=reason, **seen))
         }
+
+
+async def _each(url: str) -> list[str]:
+    """A URL for each address of a name that has several, as Kubernetes' headless Services: each has its own requests."""
+    at = httpx.URL(url)
+    try:
+        found = await asyncio.get_running_loop().getaddrinfo(at.host, at.port or 80, type=socket.SOCK_STREAM)
+    except OSError:
+        return [url]
+    hosts = sorted({str(address[0]) for *_, address in found})
+    return [url] if at.scheme == "https" or len(hosts) < 2 else [str(at.copy_with(host=host)) for host in hosts]
 
 
 def _why(reported: object) -> str:

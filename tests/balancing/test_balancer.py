@@ -22,13 +22,13 @@ class World:
 
     def __init__(self, *routers: FakeRouter) -> None:
         self.routers = routers
-        by_host = {f"r{number}": router for number, router in enumerate(routers)}
+        by_host = {f"127.0.0.{1 + number}": router for number, router in enumerate(routers)}
         self._client = httpx.AsyncClient(
             transport=httpx.MockTransport(lambda request: by_host[request.url.host].answer(request))
         )
 
     def balance(self, *, skew_s: float = 0.0, is_dry: bool = False) -> Balancer:
-        urls = [f"http://r{number}" for number, _ in enumerate(self.routers)]
+        urls = [f"http://127.0.0.{1 + number}" for number, _ in enumerate(self.routers)]
         return Balancer(self._client, urls, KEY, TARGETS, is_dry=is_dry, wall_clock=lambda: time.time() + skew_s)
 
     async def rounds(self, number: int, *balances: Balancer) -> list[str]:

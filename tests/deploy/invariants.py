@@ -83,7 +83,7 @@ def _matches(wanted: dict[str, str], part: PodPart) -> bool:
 
 
 def _part(part: PodPart) -> str:
-    """node, router or pool; "" for pods that serve nothing."""
+    """node, router, pool or balance; "" for pods that serve nothing."""
     return part.labels.get("pd-cluster/part", "")
 
 
@@ -290,10 +290,10 @@ def _serves_grpc(part: PodPart, picker: dict[str, Any]) -> bool:
 
 
 def grace(objects: list[Object]) -> list[str]:
-    """A stopping pod has time for its preStop and its whole drain before it is killed. A pool has neither."""
+    """A stopping pod has time for its preStop and its whole drain before it is killed. Pool and balance have neither."""
     wrong = []
     for part in pods(of_kind(objects, "Deployment", "StatefulSet")):
-        if _part(part) == "pool":
+        if _part(part) in ("pool", "balance"):
             continue
         needed = max(
             float(container["lifecycle"]["preStop"]["exec"]["command"][1]) + float(flag_of(container, "drain-s"))
