@@ -52,7 +52,7 @@ class PhasedLoad:
 
 def loads(slowness: float) -> dict[str, PhasedLoad]:
     """`slowness`: how much longer steps take than those of 8B on an H200; rates are as much lower."""
-    prompts, answers, evenly = (per_s / slowness for per_s in (19.2, 76.0, 44.0))
+    prompts, answers, evenly = (per_s / slowness for per_s in (21.0, 76.0, 42.0))
     turns = ((prompts, PROMPTS), (answers, ANSWERS)) * 2
     calm, sudden = Phase(600.0, evenly / 2, EVENLY), Phase(120.0, 1.5 * evenly, EVENLY)
     made = (

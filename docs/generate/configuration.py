@@ -144,6 +144,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
         "nodes start-profile",
         "nodes stop-profile",
     ),
+    "balance": ("balance",),
     "keys": ("keys new",),
     "pool": ("pool",),
     "ray": ("ray up", "ray status", "ray scale", "ray down"),

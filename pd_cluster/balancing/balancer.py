@@ -130,7 +130,7 @@ class Balancer:
 
 
 async def _each(url: str) -> list[str]:
-    """A URL for each address of a name that has several, as Kubernetes' headless Services: each has its own requests."""
+    """A URL for each address of a name with several, as a headless Service has: each router tells its own requests."""
     at = httpx.URL(url)
     try:
         found = await asyncio.get_running_loop().getaddrinfo(at.host, at.port or 80, type=socket.SOCK_STREAM)

@@ -290,7 +290,7 @@ def _serves_grpc(part: PodPart, picker: dict[str, Any]) -> bool:
 
 
 def grace(objects: list[Object]) -> list[str]:
-    """A stopping pod has time for its preStop and its whole drain before it is killed. Pool and balance have neither."""
+    """A stopping pod has time for its preStop and its whole drain before it is killed. Pool, balance have neither."""
     wrong = []
     for part in pods(of_kind(objects, "Deployment", "StatefulSet")):
         if _part(part) in ("pool", "balance"):
@@ -307,9 +307,14 @@ def grace(objects: list[Object]) -> list[str]:
 
 
 def probes(objects: list[Object]) -> list[str]:
-    """Three probes with time to answer; starting may take as long as the node's own deadline allows."""
+    """Three probes with time to answer; starting may take as long as the node's own deadline allows.
+
+    A balance serves nothing: routers tell when it was heard last.
+    """
     wrong = []
     for part in pods(of_kind(objects, "Deployment", "StatefulSet")):
+        if _part(part) == "balance":
+            continue
         for container in part.spec["containers"]:
             wrong += [
                 f"{part.owner}: {name} is missing or impatient"
