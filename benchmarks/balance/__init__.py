@@ -71,8 +71,10 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks balance", allow_abbrev=False)
     parser.add_argument("--loads", nargs="+", choices=names, default=list(names), metavar="NAME")
     parser.add_argument("--nodes", type=int, default=4, metavar="N")
-    parser.add_argument("--prefills", type=int, nargs="+", default=[], metavar="N", help="Of fixed settings.")
-    parser.add_argument("--starts", type=int, nargs="+", default=[], metavar="N", help="Prefill nodes at the start.")
+    text = "Prefill nodes of fixed settings (default: from 1 on, all numbers; none: without)."
+    parser.add_argument("--prefills", type=int, nargs="*", metavar="N", help=text)
+    text = "Prefill nodes with which a balance begins (default: half of the nodes; none: without)."
+    parser.add_argument("--starts", type=int, nargs="*", metavar="N", help=text)
     parser.add_argument("--seeds", type=int, default=10, metavar="N")
     parser.add_argument("--first-seed", type=int, default=0, metavar="N")
     parser.add_argument("--slowness", type=float, default=64.0, metavar="X", help="Of steps (default: 64).")
@@ -85,8 +87,9 @@ def main(arguments: Sequence[str]) -> int:
 
 def _compare(namespace: argparse.Namespace, load: PhasedLoad) -> None:
     nodes = namespace.nodes
-    fixed = namespace.prefills or range(1, nodes)
-    wanted = [(number, False) for number in fixed] + [(number, True) for number in namespace.starts or [nodes // 2]]
+    fixed = range(1, nodes) if namespace.prefills is None else namespace.prefills
+    starts = [nodes // 2] if namespace.starts is None else namespace.starts
+    wanted = [(number, False) for number in fixed] + [(number, True) for number in starts]
     table = Table("setting", "attained", "by phase", "changes by phase", title=f"{load.name}, {nodes} nodes")
     for prefills, is_balanced in wanted:
         setting = RoleCounts(prefills, nodes - prefills)

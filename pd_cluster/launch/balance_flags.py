@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     import argparse
 
 
-BALANCE_READY = "balance ready: "  # printed before the routers' addresses
+BALANCE_READY = "balance asks "  # printed before the routers' addresses
 
 
 def add_balance_flags(parser: argparse.ArgumentParser) -> None:
