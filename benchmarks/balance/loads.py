@@ -1,4 +1,4 @@
-"""Loads whose best numbers of nodes change, or do not: requests at Poisson times, by phases."""
+"""Loads for which the best numbers of nodes change, or do not: requests at Poisson times, by phases."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ EVENLY = (500, 50)
 
 
 @dataclass(frozen=True, slots=True)
-class Phase:
+class LoadSpan:
     """`load`: of `span_s` seconds, requests a second for each node of the cluster."""
 
     span_s: float
@@ -25,7 +25,7 @@ class PhasedLoad:
     """`spread`: lengths are drawn uniformly from 1 - spread to 1 + spread of the phase's."""
 
     name: str
-    phases: tuple[Phase, ...]
+    phases: tuple[LoadSpan, ...]
     spread: float = 0.5
 
     def arrivals(self, num_nodes: int, seed: int) -> list[Arrival]:
@@ -54,18 +54,18 @@ def loads(slowness: float) -> dict[str, PhasedLoad]:
     """`slowness`: how much longer steps take than those of 8B on an H200; rates are as much lower."""
     prompts, answers, evenly = (per_s / slowness for per_s in (21.0, 76.0, 42.0))
     turns = ((prompts, PROMPTS), (answers, ANSWERS)) * 2
-    calm, sudden = Phase(600.0, evenly / 2, EVENLY), Phase(120.0, 1.5 * evenly, EVENLY)
+    calm, sudden = LoadSpan(600.0, evenly / 2, EVENLY), LoadSpan(120.0, 1.5 * evenly, EVENLY)
     made = (
-        PhasedLoad("turns", tuple(Phase(600.0, *turn) for turn in turns)),
+        PhasedLoad("turns", tuple(LoadSpan(600.0, *turn) for turn in turns)),
         PhasedLoad("burst", (calm, sudden, calm)),
-        PhasedLoad("constant", (Phase(1800.0, evenly, EVENLY),)),
+        PhasedLoad("constant", (LoadSpan(1800.0, evenly, EVENLY),)),
         PhasedLoad("drift", tuple(_between(turns[0], turns[1], step / 11) for step in range(12))),
     )
     return {one.name: one for one in made}
 
 
-def _between(begin: tuple[float, tuple[int, int]], end: tuple[float, tuple[int, int]], share: float) -> Phase:
+def _between(begin: tuple[float, tuple[int, int]], end: tuple[float, tuple[int, int]], share: float) -> LoadSpan:
     """Five minutes of so much of the way from one load to another."""
     (rate, (prompt, answer)), (last_rate, (last_prompt, last_answer)) = begin, end
     lengths = round(prompt + (last_prompt - prompt) * share), round(answer + (last_answer - answer) * share)
-    return Phase(300.0, rate + (last_rate - rate) * share, lengths)
+    return LoadSpan(300.0, rate + (last_rate - rate) * share, lengths)

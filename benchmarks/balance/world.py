@@ -1,4 +1,4 @@
-"""A simulated cluster whose nodes change roles by the product's own `decide`, on what feeds and a router would tell."""
+"""Simulated nodes that change roles by the product's own `decide`, on what feeds and a router would tell."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ ORDER_LIFETIME_S = 30.0  # more than clocks differ
 REFUSED_S = 60.0  # after an order that was refused, for a word that differs: what was refused is shown so long
 
 
-class Refusal(NamedTuple):
+class RefusedOrder(NamedTuple):
     reason: str
     at_s: float
 
@@ -48,7 +48,7 @@ class Balancer:
         self._is_dry, self._forecast, self._clock, self._wall_clock = is_dry, forecast, clock, wall_clock
         self._memory: Memory = {}
         self._word, self._kind = "it has just started", "start"  # of the last round, for the routers
-        self._refusal = Refusal("", 0.0)
+        self._refusal = RefusedOrder("", 0.0)
 
     async def run(self) -> None:
         """Rounds without end. One that fails is logged, and the next one begins anew."""
@@ -116,7 +116,7 @@ class Balancer:
             why = "" if answer.status_code == 200 else f"{answer.status_code}: {_why(answer.json())}"
         except (httpx.HTTPError, ValueError) as error:
             why = f"no answer ({error or type(error).__name__})"
-        self._refusal = Refusal(f"{what} was refused: {why}" if why else "", self._clock())
+        self._refusal = RefusedOrder(f"{what} was refused: {why}" if why else "", self._clock())
         if why:
             logger.warning("%s", self._refusal.reason)
         else:

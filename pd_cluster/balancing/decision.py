@@ -3,19 +3,19 @@
 Nodes of one router that serve the same models are a group, which is balanced by itself; in it only nodes of one shape
 take each other's place. A change must gain more than it costs:
 
-    gain    predicted attainment after less before, with steps that are a little longer and shorter, too: there at
-            least a part of it
-    cost    requests of HORIZON_S that lose by it: prompts whose cached prefixes are no longer where the router sends
-            them, and streams of the old role, which end beside what the node does then
+    gain    predicted attainment after less before, the mean of steps as told, a little longer, and shorter
+    cost    requests of HORIZON_S that lose by it: prompts with cached prefixes that are no longer where they are sent,
+            and streams of the old role, which end beside what the node does then
 
-and be the best one in CONFIRMED rounds. After a change, whoever made it, nothing is done until the load has shown what
+What it gains beyond that and NOTHING is added up, round by round, as the load of a minute is noisy: ENOUGH of it, in
+CONFIRMED rounds in a row, decides. After a change nothing is done until the load has shown what
 it did; after an operator's longer. All of that is read from what nodes tell, so a balance that restarts goes on.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import groupby, permutations
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from pd_cluster.balancing.estimate import LoadEstimate, StepFigures
@@ -33,9 +33,9 @@ FEWEST = 20  # requests that have ended of late, below which nothing is predicte
 SETTLE_S = 45.0  # after a change: requests of before it have ended, and the load is that of after it
 OPERATOR_S = 600.0  # after an operator's order
 HORIZON_S = 300.0  # that a change is to pay for itself in
-LEAST_GAIN = 0.03  # share of the requests
-SURE = 4.0  # with other steps a fourth of the gain must be left: far from capacity, and above it, roles gain little
-CONFIRMED = 3  # rounds in a row
+# Shares of the requests. A gain of 0.05 acts in the third round, one of 0.02 after half a minute
+NOTHING, ENOUGH = 0.01, 0.06
+CONFIRMED = 3
 NOT_YET = "not enough is known"
 
 
@@ -74,21 +74,21 @@ class BalanceDecision:
     kind: str = "hold"  # in metrics: hold, or change
 
 
-@dataclass(frozen=True, slots=True)
-class Favourite:
-    """The best change of the last rounds, and in how many it was that."""
+class Gathered(NamedTuple):
+    """In how many rounds in a row a change had gained, and how much in sum."""
 
-    move: tuple[str, str]
-    rounds: int
+    rounds: int = 0
+    total: float = 0.0
 
 
-Memory: TypeAlias = dict[str, Favourite]  # by group
+Moves: TypeAlias = dict[tuple[str, str], Gathered]  # by old and new role
+Memory: TypeAlias = dict[str, Moves]  # by group
 Forecaster: TypeAlias = "Callable[[GroupLoad, RoleCounts], Forecast]"
 
 
 def decide(
     snapshot: BalanceSnapshot,
-    memory: Mapping[str, Favourite],
+    memory: Mapping[str, Moves],
     targets: BalanceTargets,
     forecast: Forecaster | None = None,
 ) -> tuple[list[BalanceDecision], Memory]:
@@ -100,12 +100,10 @@ def decide(
         return [BalanceDecision("", told)], {}
     decisions, kept = list[BalanceDecision](), Memory()
     for models, nodes in _groups(snapshot.nodes):
-        decision, favourite = _Group(snapshot, models, nodes, targets, forecast).decide(memory.get(models))
+        decision, kept[models] = _Group(snapshot, models, nodes, targets, forecast).decide(memory.get(models, {}))
         if decision.change is not None and any(other.change for other in decisions):
             decision = replace(decision, change=None, kind="hold", reason="another group's change comes first")
         decisions.append(decision)
-        if favourite is not None:
-            kept[models] = favourite
     return decisions or [BalanceDecision("", "there are no nodes")], kept
 
 
@@ -131,26 +129,27 @@ class _Group:
         self._per_s = sum(snapshot.arrived_per_s[name] for name in names)
         self._seen = [one for name in names for one in snapshot.seen.get(name, ())]
 
-    def decide(self, before: Favourite | None) -> tuple[BalanceDecision, Favourite | None]:
+    def decide(self, before: Moves) -> tuple[BalanceDecision, Moves]:
         if why := self._why_not():
-            return self._hold(why), None
+            return self._hold(why), {}
         predict = self._predictor()
         if predict is None:
-            return self._hold(f"{NOT_YET}: no node has told both what a prompt's token and what a step takes"), None
-        now = predict(self._counts(self._nodes))
-        best = max(self._moves(predict, now), default=None, key=lambda move: move[0])
-        at = f"{self._counts(self._nodes).name}: {now.attainment:.2f} of the requests would meet their targets"
-        if best is None:
-            return self._hold(f"{at}; no node can change: it is the last of its role, or unlike others"), None
-        net, node, role, told = best
-        if net < LEAST_GAIN:
-            return self._hold(f"{at}; {told}: less than {LEAST_GAIN:.2f} is gained"), None
-        move = (node.role, role)
-        rounds = 1 + (before.rounds if before is not None and before.move == move else 0)
-        if rounds < CONFIRMED:
-            return self._hold(f"{at}; {told}: seen in {rounds} of {CONFIRMED} rounds"), Favourite(move, rounds)
-        change = RoleChange(node.name, role, node.changes, self._snapshot.total_changes)
-        return BalanceDecision(self._models, f"{at}; {told}", change, "change"), None
+            return self._hold(f"{NOT_YET}: no node has told both what a prompt's token and what a step takes"), {}
+        now, found, after = predict(self._counts()), list(self._moves(predict)), Moves()
+        at = f"{self._counts().name}: {now.attainment:.2f} of the requests would meet their targets"
+        if not found:
+            return self._hold(f"{at}; no node can change: it is the last of its role, or unlike others"), {}
+        for net, node, role, _ in found:
+            old = before.get((node.role, role), Gathered())
+            total = max(0.0, old.total + net - NOTHING)
+            after[node.role, role] = Gathered(old.rounds + 1, total) if total else Gathered()
+        net, node, role, told = max(found, key=lambda move: after[move[1].role, move[2]].total)
+        best = after[node.role, role]
+        if best.rounds >= CONFIRMED and best.total >= ENOUGH:
+            change = RoleChange(node.name, role, node.changes, self._snapshot.total_changes)
+            return BalanceDecision(self._models, f"{at}; {told}", change, "change"), {}
+        much = f"seen in {best.rounds} rounds, of {CONFIRMED}, with {best.total:.2f} of {ENOUGH:.2f} in sum"
+        return self._hold(f"{at}; {told}: {much if best.rounds else 'too little'}"), after
 
     def _hold(self, reason: str) -> BalanceDecision:
         return BalanceDecision(self._models, reason)
@@ -168,8 +167,8 @@ class _Group:
             is_own = node.sender == BALANCE
             left_s = (SETTLE_S if is_own else OPERATOR_S) - node.order_age_s
             if left_s > 0:
-                who = "the balance" if is_own else node.sender or "an operator"
-                ago = f"{who} made {node.name} a {node.role} node {node.order_age_s:.0f} s ago"
+                sender = "the balance" if is_own else node.sender or "an operator"
+                ago = f"{sender} made {node.name} a {node.role} node {node.order_age_s:.0f} s ago"
                 return f"{ago}: nothing is done for {SETTLE_S if is_own else OPERATOR_S:.0f} s"
         if len(self._seen) < FEWEST or not self._per_s:
             return f"{NOT_YET}: {len(self._seen)} requests have ended of late, {FEWEST} are needed"
@@ -185,30 +184,22 @@ class _Group:
             return None
         return LoadEstimate(figures, self._per_s, self._seen, queued, *self._targets).attained
 
-    def _counts(self, nodes: Sequence[BalancedNode]) -> RoleCounts:
-        """Of those that serve."""
-        return RoleCounts(*(sum(node.role == role and node.is_healthy for node in nodes) for role in ROLES))
+    def _counts(self) -> RoleCounts:
+        """Of the nodes that serve."""
+        return RoleCounts(*(sum(node.role == role and node.is_healthy for node in self._nodes) for role in ROLES))
 
-    def _moves(
-        self, predict: Callable[[RoleCounts], Forecast], now: Forecast
-    ) -> Iterator[tuple[float, BalancedNode, str, str]]:
+    def _moves(self, predict: Callable[[RoleCounts], Forecast]) -> Iterator[tuple[float, BalancedNode, str, str]]:
         """What each change would gain after its cost, the node, its new role, and both in words."""
-        counts = self._counts(self._nodes)
+        counts = self._counts()
+        now = _mean(predict(counts))
         present = [role for role, number in zip(ROLES, counts, strict=True) if number]
-        for old in present:
-            if counts[ROLES.index(old)] < 2:
-                continue  # the last one
-            for new in present:
-                like = [one for one in self._nodes if one.role == old and one.is_usable and self._has_like(one, new)]
-                if new == old or not like:
-                    continue
-                node = min(like, key=lambda one: (one.num_streams, one.queued_tokens, one.cached_tokens, one.name))
-                after = predict(_moved(counts, old, new))
-                sides = (after.low - now.low, after.high - now.high)
-                gain = min(after.attainment - now.attainment, *(SURE * side for side in sides))
-                cost = self._cost(node)
-                told = f"{node.name} as a {new} node gains {gain:.2f} and costs {cost:.3f}"
-                yield gain - cost, node, new, told
+        for old, new in permutations(present, 2):
+            like = [one for one in self._nodes if one.role == old and one.is_usable and self._has_like(one, new)]
+            if counts[ROLES.index(old)] < 2 or not like:  # the last one stays
+                continue
+            node = min(like, key=lambda one: (one.num_streams, one.queued_tokens, one.cached_tokens, one.name))
+            gain, cost = _mean(predict(_moved(counts, old, new))) - now, self._cost(node)
+            yield gain - cost, node, new, f"{node.name} as a {new} node gains {gain:.2f} and costs {cost:.3f}"
 
     def _has_like(self, node: BalancedNode, role: str) -> bool:
         """Whether nodes of `role` are like this one: what others do says nothing of an unequal one."""
@@ -218,8 +209,12 @@ class _Group:
         """The share of the requests of HORIZON_S that are later by the change."""
         prompt = sum(one.prompt_tokens for one in self._seen) / len(self._seen)
         hits = sum(one.cached_tokens for one in self._seen) / max(1.0, prompt * len(self._seen))
-        moved = hits * node.cached_tokens / max(1.0, prompt)  # prompts whose prefixes are there
+        moved = hits * node.cached_tokens / max(1.0, prompt)  # prompts with prefixes there
         return (moved + node.num_streams) / max(1.0, self._per_s * HORIZON_S)
+
+
+def _mean(share: Forecast) -> float:
+    return (share.low + share.attainment + share.high) / 3
 
 
 def _moved(counts: RoleCounts, old: str, new: str) -> RoleCounts:

@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 DECODE_S = 10e-6  # of a step, for a stream, where a step reads all weights (8B, H200)
 WEIGHTS = 20  # prompt tokens that a step without any takes as long as, where it does
 # Of its price in a step of its own: a prompt's token in a step that reads the weights for streams, 14 us of 22 (8B)
-BESIDE = 0.65
+BESIDE = 0.85
 HORIZON_S = 60.0  # in which what waits now is to be read
 STEPS = 0.05  # by which steps may be shorter or longer than told
 WORKING = 0.8  # use of prefill nodes from which on others had better read, too
-FULLEST = 0.98  # use of a server whose wait is still that of a queue at rest
-MOST_READS = 40  # prompts, of all lengths, whose waits are summed
+FULLEST = 0.98  # use of a server with a wait that is still that of a queue at rest
+MOST_READS = 40  # prompts, of all lengths, for which waits are summed
 NORMAL = NormalDist()
 
 
@@ -124,7 +124,7 @@ class _LoadSums:
         return fit * (in_time + (spilled * self._in_time(readers, others, left, left) if spilled else 0.0))
 
     def _most_streams(self, step_s: float) -> float:
-        """Of one node, whose steps take so long at most."""
+        """Of one node with steps of so long at most."""
         return max(0.0, min(self._most, (step_s - self._of.figures.step_s) / self._stream_s))
 
     def _left(self, num_streams: float) -> float:
@@ -135,7 +135,7 @@ class _LoadSums:
         return min(1.0, left / BESIDE) if self._of.figures.stream_s < self._of.figures.token_s else left
 
     def _in_time(self, readers: int, others: int, left: float, pace: float) -> float:
-        """Of the prompts that a node reads in `pace` of its time, those whose first token is in time.
+        """Of the prompts that a node reads in `pace` of its time, those with a first token in time.
 
         They wait for `readers` nodes, and for `others` that have `left` of their time.
         """

@@ -1,4 +1,4 @@
-"""A router in the process of a test: nodes whose roles signed orders change, as real ones do, and a load."""
+"""A router in the process of a test: nodes with roles that signed orders change, as real ones do, and a load."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Snapshots of clusters whose figures are those of 8B, for tests of decisions."""
+"""Snapshots of clusters with the figures of 8B, for tests of decisions."""
 
 from __future__ import annotations
 

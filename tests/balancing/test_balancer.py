@@ -97,7 +97,7 @@ async def test_after_an_operators_order_nothing_is_done_for_a_while() -> None:
     balance = world.balance()
     await world.rounds(CONFIRMED - 1, balance)
     router.change("d-2", "prefill")
-    router.change("d-2", "decode")  # an operator, who tries something
+    router.change("d-2", "decode")  # an operator tries something
     assert "an operator made d-2 a decode node 0 s ago" in (await world.rounds(1, balance))[0]
     await world.rounds(int(OPERATOR_S / 5) - 2, balance)
     assert router.obeyed == []

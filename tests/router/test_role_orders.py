@@ -127,7 +127,7 @@ async def test_a_role_changes_at_once_and_back() -> None:
 
 
 async def test_of_two_orders_that_saw_the_same_one_acts() -> None:
-    """Two balancers, of which each chose another node; then one whose node an operator has changed meanwhile."""
+    """Two balancers, of which each chose another node; then one for a node that an operator has changed meanwhile."""
     nodes = [a_node("decode", f"d-{number}") for number in range(4)]
     async with running(*nodes), serving(decode=nodes) as router:
         seen = {"sender": "balance", "reason": "prompts wait", "seen_changes": 0, "seen_total": 0}

@@ -1,7 +1,7 @@
 """`POST /balance`: a balance tells what it has decided, and hears how the nodes and the load are. Signed.
 
-What it decided stands in `GET /nodes`, in metrics and on the dashboard, so that a cluster whose roles do not move says
-why. It is kept by the process that got it; others ask that one.
+What it decided stands in `GET /nodes`, in metrics and on the dashboard, so that it is told why roles do not move. It is
+kept by the process that got it; others ask that one.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The order that a node obeyed last, in the node's own words: who gave it, why, and how long ago."""
+"""The order that a node obeyed last, in the node's own words: its sender, why, and how long ago."""
 
 from __future__ import annotations
 

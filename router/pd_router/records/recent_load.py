@@ -36,7 +36,7 @@ class RecentLoad:
         self._running.add(record)
 
     def end(self, record: CallRecord) -> None:
-        """Refused requests are none of the nodes' load; nor is one whose lengths no node has told."""
+        """Refused requests are none of the nodes' load; nor is one of lengths that no node has told."""
         self._running.discard(record)
         if (report := record.report) is not None and record.outcome == "ok":
             cached = min(report.num_cached_tokens, report.num_prompt_tokens)
