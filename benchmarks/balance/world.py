@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass
 from math import inf
 from typing import TYPE_CHECKING
@@ -29,6 +28,10 @@ WINDOW_S = 60.0  # of which a router tells requests
 MODEL = "m"
 
 
+def _is_over(one: Served) -> bool:
+    return len(one.tokens_s) == one.arrival.num_output
+
+
 @dataclass(frozen=True, slots=True)
 class RoleEvent:
     at_s: float
@@ -46,7 +49,7 @@ class BalancedCluster(SimulatedCluster):
         super().__init__(roles, rule, seed, RoleDevices.alike(device))
         self._rule, self._targets, self._is_balanced = rule, targets, is_balanced
         self._ordered_s = dict.fromkeys(self._nodes, -inf)
-        self._arrived: deque[Served] = deque()
+        self._served: list[Served] = []  # what has not ended, or in the last minute
         self._memory: Memory = {}
         self._end_s = 0.0
         self.changes: list[RoleEvent] = []
@@ -59,7 +62,7 @@ class BalancedCluster(SimulatedCluster):
         return super().serve(arrivals)
 
     def _route(self, one: Served, name: str) -> None:
-        self._arrived.append(one)
+        self._served.append(one)
         super()._route(one, name)
 
     def _round(self) -> None:
@@ -71,14 +74,14 @@ class BalancedCluster(SimulatedCluster):
 
     def _decide(self, loads: dict[Node, NodeLoad]) -> None:
         now_s = self.world.now_s
-        while self._arrived and self._arrived[0].arrival.at_s < now_s - WINDOW_S:
-            self._arrived.popleft()
+        since_s = now_s - WINDOW_S
+        self._served = [one for one in self._served if not _is_over(one) or one.tokens_s[-1] >= since_s]
         ended = tuple(
             EndedRequest(one.arrival.at_s - now_s, one.arrival.num_input, 0, one.arrival.num_output)
-            for one in self._arrived if len(one.tokens_s) == one.arrival.num_output
+            for one in self._served if _is_over(one)
         )  # fmt: skip
         nodes = tuple(self._seen(node, load) for node, load in loads.items())
-        rate = len(self._arrived) / min(WINDOW_S, now_s)
+        rate = sum(one.arrival.at_s >= since_s for one in self._served) / min(WINDOW_S, now_s)
         snapshot = BalanceSnapshot(nodes, {MODEL: rate}, {MODEL: ended}, FEED_S)
         (decision,), self._memory = decide(snapshot, self._memory, self._targets)
         if not self.told or self.told[-1].reason != decision.reason:

@@ -5,7 +5,7 @@ take each other's place. A change must gain more than it costs:
 
     gain    predicted attainment after less before, the mean of steps as told, a little longer, and shorter
     cost    requests of HORIZON_S that lose by it: prompts with cached prefixes that are no longer where they are sent,
-            and streams of the old role, which end beside what the node does then
+            and streams of a node that is to read prompts, which end beside these
 
 What it gains beyond that and NOTHING is added up, round by round, as the load of a minute is noisy: ENOUGH of it, in
 CONFIRMED rounds in a row, decides. After a change nothing is done until the load has shown what
@@ -198,19 +198,21 @@ class _Group:
             if counts[ROLES.index(old)] < 2 or not like:  # the last one stays
                 continue
             node = min(like, key=lambda one: (one.num_streams, one.queued_tokens, one.cached_tokens, one.name))
-            gain, cost = _mean(predict(_moved(counts, old, new))) - now, self._cost(node)
+            gain, cost = _mean(predict(_moved(counts, old, new))) - now, self._cost(node, new)
             yield gain - cost, node, new, f"{node.name} as a {new} node gains {gain:.2f} and costs {cost:.3f}"
 
     def _has_like(self, node: BalancedNode, role: str) -> bool:
         """Whether nodes of `role` are like this one: what others do says nothing of an unequal one."""
         return all(other.shape == node.shape for other in self._nodes if other.role == role)
 
-    def _cost(self, node: BalancedNode) -> float:
-        """The share of the requests of HORIZON_S that are later by the change."""
+    def _cost(self, node: BalancedNode, role: str) -> float:
+        """The share of the requests of HORIZON_S that are later by the change. Streams of a node that still decodes are
+        none of them."""
         prompt = sum(one.prompt_tokens for one in self._seen) / len(self._seen)
         hits = sum(one.cached_tokens for one in self._seen) / max(1.0, prompt * len(self._seen))
         moved = hits * node.cached_tokens / max(1.0, prompt)  # prompts with prefixes there
-        return (moved + node.num_streams) / max(1.0, self._per_s * HORIZON_S)
+        streams = node.num_streams if role == "prefill" else 0
+        return (moved + streams) / max(1.0, self._per_s * HORIZON_S)
 
 
 def _mean(share: Forecast) -> float:

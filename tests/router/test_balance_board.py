@@ -28,7 +28,7 @@ class Watch:
 
 def a_call(at_s: float, model: str = "m", report: NodeReport | None = None) -> CallRecord:
     record = CallRecord("/v1/completions", "r", at_s, 0.0)
-    record.model, record.report = model, report
+    record.model, record.report, record.ended_s = model, report, at_s
     return record
 
 
@@ -62,6 +62,16 @@ def test_at_a_high_rate_fewer_lengths_are_kept_and_the_rate_is_right() -> None:
     assert len(told.seen["m"]) == MOST_ENDED
     assert told.seen["m"][0][2] == 10, "no more cached tokens than there are"
     assert told.arrived_per_s["m"] == pytest.approx(100.0, rel=0.01)
+
+
+def test_answers_that_take_longer_than_the_minute_are_seen_when_they_end() -> None:
+    watch = Watch()
+    load = RecentLoad(watch)
+    load.begin(record := a_call(watch.now_s, report=NodeReport("m", 75, 0, 4000)))
+    watch.now_s += 3 * WINDOW_S
+    record.ended_s = watch.now_s
+    load.end(record)
+    assert load.part() == LoadPart({}, {"m": [(-3 * WINDOW_S, 75, 0, 4000)]})
 
 
 pytestmark = pytest.mark.anyio

@@ -1,4 +1,4 @@
-"""The load of the last minute: requests by model, and the lengths of those that have ended. Pure: no IO, no text."""
+"""The load of the last minute: requests that came, by model, and the lengths of those that ended. Pure: no IO."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class RecentLoad:
         self._clock = clock
         self._begun_s = clock()
         self._running: set[CallRecord] = set()
-        self._ended: deque[tuple[float, str, int, int, int]] = deque(maxlen=MOST_ENDED)
+        self._ended: deque[CallRecord] = deque(maxlen=MOST_ENDED)
 
     def begin(self, record: CallRecord) -> None:
         self._running.add(record)
@@ -38,22 +38,20 @@ class RecentLoad:
     def end(self, record: CallRecord) -> None:
         """Refused requests are none of the nodes' load; nor is one of lengths that no node has told."""
         self._running.discard(record)
-        if (report := record.report) is not None and record.outcome == "ok":
-            cached = min(report.num_cached_tokens, report.num_prompt_tokens)
-            self._ended.append(
-                (record.arrived_s, record.model, report.num_prompt_tokens, cached, report.num_output_tokens)
-            )
+        if record.report is not None and record.outcome == "ok":
+            self._ended.append(record)
 
     def part(self) -> LoadPart:
         now_s = self._clock()
-        oldest_s = self._ended[0][0] if len(self._ended) == MOST_ENDED else self._begun_s
+        oldest_s = self._ended[0].ended_s if len(self._ended) == MOST_ENDED else self._begun_s
         since_s = max(now_s - WINDOW_S, oldest_s)
         numbers, told = dict[str, int](), LoadPart({}, {})
-        for at_s, model, prompt, cached, answer in self._ended:
-            if at_s >= since_s:
-                numbers[model] = numbers.get(model, 0) + 1
-                told.seen.setdefault(model, []).append((at_s - now_s, prompt, cached, answer))
-        for record in self._running:
+        for record in self._ended:  # long answers began before the minute
+            if (report := record.report) is not None and record.ended_s >= since_s:
+                cached = min(report.num_cached_tokens, report.num_prompt_tokens)
+                row = (record.arrived_s - now_s, report.num_prompt_tokens, cached, report.num_output_tokens)
+                told.seen.setdefault(record.model, []).append(row)
+        for record in (*self._ended, *self._running):
             if record.arrived_s >= since_s:
                 numbers[record.model] = numbers.get(record.model, 0) + 1
         told.arrived_per_s = {model: number / max(1.0, now_s - since_s) for model, number in numbers.items()}
