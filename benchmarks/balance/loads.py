@@ -37,7 +37,8 @@ class PhasedLoad:
         for phase in self.phases:
             at_s = begin_s + rng.expovariate(phase.per_s * num_nodes)
             while at_s < begin_s + phase.span_s:
-                arrivals.append(Arrival(at_s, *map(drawn, phase.lengths)))
+                prompt, answer = phase.lengths
+                arrivals.append(Arrival(at_s, drawn(prompt), drawn(answer)))
                 at_s += rng.expovariate(phase.per_s * num_nodes)
             begin_s += phase.span_s
         return arrivals

@@ -12,7 +12,15 @@ import httpx
 
 from pd_cluster.balancing.decision import BalanceDecision, BalanceTargets, decide
 from pd_cluster.balancing.snapshot import BALANCE, read_snapshot
-from pd_connectors.protocol.ticket import ALL_NODES, BALANCE_ACTION, ORDER_HEADER, ROLE_ACTION, NodeOrder, sign
+from pd_connectors.protocol.ticket import (
+    ALL_NODES,
+    BALANCE_ACTION,
+    NOT_SEEN,
+    ORDER_HEADER,
+    ROLE_ACTION,
+    NodeOrder,
+    sign,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -122,11 +130,14 @@ class Balancer:
         else:
             logger.info("%s: %s", what, reason)
 
-    def _signed(self, action: Any, node: str, role: str, reason: str, **seen: int) -> dict[str, str]:
+    def _signed(
+        self, action: Any, node: str, role: str, reason: str, seen_changes: int = NOT_SEEN, seen_total: int = NOT_SEEN
+    ) -> dict[str, str]:
         until_s = self._wall_clock() + ORDER_LIFETIME_S
-        return {
-            ORDER_HEADER: sign(self._key, NodeOrder(action, node, until_s, role, sender=BALANCE, reason=reason, **seen))
-        }
+        order = NodeOrder(
+            action, node, until_s, role, sender=BALANCE, reason=reason, seen_changes=seen_changes, seen_total=seen_total
+        )
+        return {ORDER_HEADER: sign(self._key, order)}
 
 
 async def _each(url: str) -> list[str]:

@@ -27,7 +27,7 @@ def shares(of: LoadEstimate) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    ("per_s", "lengths", "best"), [(20.8, (6000, 60), 3), (46.0, (2000, 200), 2), (74.0, (300, 800), 1)]
+    ("per_s", "lengths", "best"), [(20.8, (6000, 60), 3), (46.0, (2000, 200), 2), (69.0, (300, 800), 1)]
 )
 def test_what_is_best_is_as_simulated(per_s: float, lengths: tuple[int, int], best: int) -> None:
     found = shares(estimate(per_s, lengths))

@@ -88,8 +88,8 @@ async def test_roles_follow_a_load_that_turns(members: list[Member], monkeypatch
                 await follows({"prefill": prefills, "decode": 4 - prefills})
                 await load.until_new(lambda prefill, decode: prefill != decode, "a handover after the change")
             num_answers += len(load.answered)
-        reports = [one["role_order"] for one in router.services.table.report()]
-        assert any("as a prefill node gains 0.20" in one["reason"] for one in reports if one is not None)
+        orders = [node.role_order for node in router.services.table.nodes]
+        assert any("as a prefill node gains 0.20" in one.reason for one in orders if one is not None)
         assert router.count("pd_router_role_orders_total", sender="balance", result="obeyed") == 5
         assert num_answers > 60
     for member in members:

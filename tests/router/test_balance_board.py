@@ -89,7 +89,7 @@ async def test_a_balance_hears_nodes_and_load_and_its_word_is_shown() -> None:
     async with running(d1, d2), serving(decode=[d1, d2], dashboard="open") as router:
         await until(lambda: router.services.table.nodes[0].view.load is not None)
         router.services.recent.load.begin(record := a_call(0.0, "demo", NodeReport("demo", 9, 4, 3)))
-        record.arrived_s = router.services.table.clock()
+        record.arrived_s = record.ended_s = router.services.table.clock()
         router.services.recent.load.end(record)
         assert (await call(router, "GET", "/nodes", {}))[1]["balance"] is None
         status, told = await ask(router, "hold", "few requests")
