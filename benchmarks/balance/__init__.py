@@ -78,10 +78,11 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--seeds", type=int, default=10, metavar="N")
     parser.add_argument("--first-seed", type=int, default=0, metavar="N")
     parser.add_argument("--slowness", type=float, default=64.0, metavar="X", help="Of steps (default: 64).")
+    parser.add_argument("--rate-scale", type=float, default=1.0, metavar="X", help="Multiplies rates (default: 1).")
     parser.add_argument("--json", type=Path, metavar="FILE", help="File to which lines are appended.")
     namespace = parser.parse_args(arguments)
     for name in namespace.loads:
-        _compare(namespace, loads(namespace.slowness)[name])
+        _compare(namespace, loads(namespace.slowness, namespace.rate_scale)[name])
     return 0
 
 
@@ -100,6 +101,7 @@ def _compare(namespace: argparse.Namespace, load: PhasedLoad) -> None:
             if namespace.json is not None:
                 fields = {
                     "load": load.name, "nodes": nodes, "setting": name, "seed": seed, "slowness": namespace.slowness,
+                    "rate_scale": namespace.rate_scale,
                     "attained": runs[-1].attained, "by_phase": runs[-1].by_phase, "changes": runs[-1].changes,
                 }  # fmt: skip
                 append_record(namespace.json, "balance_simulated", fields)

@@ -51,12 +51,14 @@ class PhasedLoad:
         return len(self.phases) - 1
 
 
-def loads(slowness: float) -> dict[str, PhasedLoad]:
+def loads(slowness: float, rate_scale: float = 1.0) -> dict[str, PhasedLoad]:
     """`slowness`: how much longer steps take than those of 8B on an H200; rates are as much lower."""
-    prompts, answers, evenly = (per_s / slowness for per_s in (21.0, 76.0, 42.0))
+    prompts, answers, evenly = (rate_scale * per_s / slowness for per_s in (21.0, 76.0, 42.0))
     turns = ((prompts, PROMPTS), (answers, ANSWERS)) * 2
     calm, sudden = LoadSpan(600.0, evenly / 2, EVENLY), LoadSpan(120.0, 1.5 * evenly, EVENLY)
     made = (
+        PhasedLoad("prompts", (LoadSpan(600.0, *turns[0]),)),
+        PhasedLoad("answers", (LoadSpan(600.0, *turns[1]),)),
         PhasedLoad("turns", tuple(LoadSpan(600.0, *turn) for turn in turns)),
         PhasedLoad("burst", (calm, sudden, calm)),
         PhasedLoad("constant", (LoadSpan(1800.0, evenly, EVENLY),)),

@@ -74,14 +74,14 @@ class BalanceDecision:
     kind: str = "hold"  # in metrics: hold, or change
 
 
-class Gathered(NamedTuple):
+class GatheredGain(NamedTuple):
     """In how many rounds in a row a change had gained, and how much in sum."""
 
     rounds: int = 0
     total: float = 0.0
 
 
-Moves: TypeAlias = dict[tuple[str, str], Gathered]  # by old and new role
+Moves: TypeAlias = dict[tuple[str, str], GatheredGain]  # by old and new role
 Memory: TypeAlias = dict[str, Moves]  # by group
 Forecaster: TypeAlias = "Callable[[GroupLoad, RoleCounts], Forecast]"
 
@@ -140,9 +140,9 @@ class _Group:
         if not found:
             return self._hold(f"{at}; no node can change: it is the last of its role, or unlike others"), {}
         for net, node, role, _ in found:
-            old = before.get((node.role, role), Gathered())
+            old = before.get((node.role, role), GatheredGain())
             total = max(0.0, old.total + net - NOTHING)
-            after[node.role, role] = Gathered(old.rounds + 1, total) if total else Gathered()
+            after[node.role, role] = GatheredGain(old.rounds + 1, total) if total else GatheredGain()
         net, node, role, told = max(found, key=lambda move: after[move[1].role, move[2]].total)
         best = after[node.role, role]
         if best.rounds >= CONFIRMED and best.total >= ENOUGH:

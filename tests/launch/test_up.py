@@ -80,7 +80,7 @@ def test_a_balance_needs_targets(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.integration
-def test_up_keeps_a_balance_whose_reasons_the_router_shows(launcher: Launcher) -> None:
+def test_up_keeps_a_balance_and_its_router_shows_the_reasons(launcher: Launcher) -> None:
     cluster = up(launcher, "--prefill=1", "--decode=1", "--balance", "--slo-ttft-ms=500", "--slo-tpot-ms=50")
 
     def word() -> dict[str, str]:

@@ -113,7 +113,7 @@ async def test_a_balance_hears_nodes_and_load_and_its_word_is_shown() -> None:
             assert router.count("pd_router_role_orders_total", sender="balance", result=result) == 1
 
 
-async def test_who_may_not_tell_hears_nothing() -> None:
+async def test_without_the_key_nothing_is_heard() -> None:
     d1 = FakeNode("decode", fakes.decode)
     async with running(d1), serving(decode=[d1]) as router:
         for headers, status in (
