@@ -34,6 +34,7 @@ BENCHMARKS = {
     "routing_simulation": "routers over simulated nodes: a trace, beside older rules and a bound, or conversations",
     "tier": "the prefix cache's tier in host memory on a GPU: copies beside steps, pinning, hits, and what it costs",
     "tier_simulation": "what a tier in host memory finds again of two traces, simulated on a virtual clock",
+    "balance": "roles that follow the load beside fixed ones, simulated on a virtual clock",
     "slo": "targets of streams and the order of prompts, simulated on a virtual clock",
     "soak": "the engine core under random requests, aborts and preemptions, with its invariants checked",
     "grammar_abuse": "ITL of a stream beside clients that send hostile grammars, on a running cluster",

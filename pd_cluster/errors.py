@@ -2,7 +2,7 @@
 
 PdError
 ├── BadAdapter                               400
-├── CannotContinue                           409
+├── CannotContinue, RoleMoved                409
 ├── TooManyChecks, Overloaded                429, 503
 ├── EngineUnavailable                        503
 │   └── EngineLost, EngineFrozen
@@ -46,6 +46,7 @@ __all__ = [
     "Overloaded",
     "PdError",
     "PrefillUnavailable",
+    "RoleMoved",
     "StartupError",
     "TooManyChecks",
     "UnservedModel",
@@ -85,6 +86,10 @@ class EngineFrozen(EngineUnavailable, code="engine_frozen"):
 
 class CannotContinue(PdError, status=409, kind="invalid_request_error", code="cannot_continue"):
     """This node would not write the same stream as the node that began it."""
+
+
+class RoleMoved(PdError, status=409, kind="invalid_request_error", code="role_moved"):
+    """The node's role has changed since the sender of the order looked."""
 
 
 class PrefillUnavailable(PdError, status=502, code="prefill_unavailable"):

@@ -152,6 +152,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
         "nodes load-adapter",
         "nodes unload-adapter",
     ),
+    "balance": ("balance",),
     "keys": ("keys new",),
     "pool": ("pool",),
     "ray": ("ray up", "ray status", "ray scale", "ray down"),

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 DOCUMENT = "CONTRIBUTING.md"
 FOLDERS = {
     "tests": ("rules of the repository, lint, the tests' own machinery", ""),
+    "tests/balancing": ("decisions about roles, and their loop beside faults", ""),
     "tests/benchmarks": ("the measuring programs", ""),
     "tests/conformance": ("every connector's promises", "ranked pools, simulated ranks"),
     "tests/connectors": ("wire, lease, load, their simulation", "longer simulations, ends of Mooncake"),
@@ -31,6 +32,7 @@ FOLDERS = {
     "tests/mutation": ("planted bugs are found", "a sample of mutants"),
     "tests/planning": ("the simulator, tables of steps, plans", ""),
     "tests/ray_cluster": ("the Ray controller", "further faults, a local `ray up`"),
+    "tests/planning": ("the simulator and its forecasts", ""),
     "tests/router": ("the router over fake nodes", "a cut after each frame, long simulations"),
     "tests/scheduling": ("queues, memory, planner: tables, state machine, random walk", "more seeds"),
     "tests/security": ("strangers, forged tickets, fuzzing, listening sockets", "soak, chaos, storms"),

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import logging
 import time
+from copy import deepcopy
 from math import inf
 from typing import TYPE_CHECKING
 
@@ -183,14 +184,17 @@ class EngineCore:
     def _set_role(self, role: str) -> None:
         """A prefill node's prompts come first: its streams wait for a step as long as the target of gaps allows.
 
-        What no client asks for is decided on a decode node by the steps at start: the first steps of a node that
-        measured none are few. A prefill node keeps no stream before its steps are known, and none on a CPU, where
-        each token of a stream takes as long as one of a prompt.
+        What no client asks for is decided on a decode node by the steps at start. One that measured none and has taken
+        the role by order goes by the steps that it has had, if it knows them: 8B's are not its own. A prefill node
+        keeps no stream before its steps are known, and none on a CPU, where each token of a stream takes as long as one
+        of a prompt.
         """
         self._room.prompts_first = role == "prefill"
         budget, model = self._step_budget, self._executor.model
         is_live = self._targets != Targets(self._targets.ttft_s) or role == "prefill"
-        budget.model = self._step_model if is_live else StepModel(model.step_times)
+        has_own = not model.step_times and self._step_model.knows_prompts
+        of_start = deepcopy(self._step_model) if has_own else StepModel(model.step_times)
+        budget.model = self._step_model if is_live else of_start
         budget.targets = self._targets.on(role, model.device, budget.model, model.spec.keys_per_token)
         self._room.gap_s = inf if model.device == "cpu" else budget.targets.itl_s
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from pd_cluster import __version__
 from pd_cluster.errors import StartupError
+from pd_cluster.launch.balance_flags import add_balance_flags
 from pd_cluster.launch.command_parser import CommandParser
 from pd_cluster.launch.environment import check_texts, open_streams, prepare
 from pd_cluster.launch.flags import add_config_flags, config_from
@@ -90,6 +91,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_router(commands)
     _add_picker(commands)
     _add_nodes(commands)
+    _add_balance(commands)
     _add_keys(commands)
     _add_pool(commands)
     _add_ray(commands)
@@ -106,7 +108,7 @@ def _add(
     run: Callable[[argparse.Namespace], int],
 ) -> argparse.ArgumentParser:
     parser = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
-    parser.set_defaults(run_command=run, is_light=name in ("nodes", "keys"))  # those only send or print
+    parser.set_defaults(run_command=run, is_light=name in ("nodes", "keys", "balance"))  # those only send or print
     return parser
 
 
@@ -204,6 +206,18 @@ def _nodes(namespace: argparse.Namespace) -> int:
     from pd_cluster.launch.node_commands import run_nodes
 
     return run_nodes(namespace)
+
+
+def _add_balance(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    add_balance_flags(
+        _add(commands, "balance", "Keep the roles of a router's nodes to the load, by targets.", _balance)
+    )
+
+
+def _balance(namespace: argparse.Namespace) -> int:
+    from pd_cluster.launch.balance_command import run_balance
+
+    return run_balance(namespace)
 
 
 def _add_keys(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

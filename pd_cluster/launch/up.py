@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 
 from pd_cluster.errors import StartupError
 from pd_cluster.launch import preflight
+from pd_cluster.launch.balance_flags import BALANCE_READY
 from pd_cluster.launch.display import Display
 from pd_cluster.launch.flags import config_from, given_flags
 from pd_cluster.launch.keeper import Keeper, Service
@@ -65,6 +66,8 @@ def run_up(namespace: argparse.Namespace) -> int:
         *role_problems(roles, config, lambda settings: preflight.machine_problems(settings, machine)),
     ]
     nodes = [plan.settings(config) for plan in roles.values() for _ in range(plan.count)]
+    if namespace.balance and not (config.scheduler.slo_ttft_ms and config.scheduler.slo_tpot_ms):
+        problems.append("--balance needs --slo-ttft-ms and --slo-tpot-ms: it predicts how many requests meet them")
     problems = problems or [*preflight.shared_memory_problems(nodes, machine)]
     problems += preflight.tls_problems(config)  # of the router: nodes get no certificate
     refuse([*problems, *(preflight.key_problems(key_file) if key_file else ())])
@@ -155,6 +158,8 @@ class _Cluster:
         self._display.status("starting the router")
         await supervisor.wait_ready([await keeper.start(self._router(key))], ROUTER_DEADLINE_S)
         await self._wait_healthy(supervisor, self._url)
+        if self._namespace.balance:
+            await supervisor.wait_ready([await keeper.start(self._balance(key))], ROUTER_DEADLINE_S)
 
     async def _start_pool(self, supervisor: Supervisor, keeper: Keeper) -> tuple[str, ...]:
         """Start a pool for the nodes, unless they need none or have one. Returns the nodes' flags for it."""
@@ -173,6 +178,14 @@ class _Cluster:
         address = (f"--host={NODE_HOST}", f"--port={plan.port}")
         arguments = (*_SELF, plan.role, *address, *plan.flags, *pool_flags)
         return Service(plan.name, arguments, "ready: ", self._config.server.start_deadline_s, environment)
+
+    def _balance(self, key: Mapping[str, str]) -> Service:
+        limits, handoff, http = self._config.scheduler, self._config.handoff, self._config.http
+        targets = (f"--slo-ttft-ms={limits.slo_ttft_ms:g}", f"--slo-tpot-ms={limits.slo_tpot_ms:g}")
+        arguments = [*_SELF, "balance", f"--router={self._url}", *targets]
+        arguments += [f"--cluster-key-file={handoff.cluster_key_file}"] if handoff.cluster_key_file else []
+        arguments += [f"--tls-ca={http.tls_cert}"] if http.tls_cert else []
+        return Service("balance", tuple(arguments), BALANCE_READY, ROUTER_DEADLINE_S, key)
 
     def _router(self, key: Mapping[str, str]) -> Service:
         fd = self._listener.fileno()
@@ -220,9 +233,9 @@ class _Cluster:
         self._display.status("stopping (Ctrl-C again: at once)")
         self._listener.close()  # the router's copy is the last one then: its end refuses new connections
         drain_s = self._drain_s
-        routers = [child for child in supervisor.children if child.name == "router"]
+        routers = [child for child in supervisor.children if child.name in ("router", "balance")]
         pools = [child for child in supervisor.children if child.name == "pool"]
-        nodes = [child for child in supervisor.children if child.name not in ("router", "pool")]
+        nodes = [child for child in supervisor.children if child not in (*routers, *pools)]
         killed: list[Child] = []
         # the router first, so that no new requests come while the nodes finish theirs
         for group in (routers, nodes, pools):

@@ -54,6 +54,8 @@ def add_up_flags(parser: argparse.ArgumentParser) -> None:
         metavar="GB",
         help="Memory of the pool of --connector lmcache (default: 1).",
     )
+    text = "Let roles of nodes follow the load. Needs --slo-ttft-ms and --slo-tpot-ms, of which it predicts attainment."
+    cluster.add_argument("--balance", action="store_true", help=text)
     cluster.add_argument("--quiet", action="store_true", help="Do not show the output of nodes and router.")
     add_config_flags(parser, skip=PER_NODE)
 

@@ -89,6 +89,7 @@ ENDPOINTS = (
     Endpoint("POST", "/nodes/{id}/drain", "drain", Kind.ROUTER, "Send a node no new requests", signed=True),
     Endpoint("DELETE", "/nodes/{id}/drain", "resume", Kind.ROUTER, "Send a drained node requests again", signed=True),
     Endpoint("POST", "/nodes/{id}/role", "order_role", Kind.ROUTER, "Change a node's role", signed=True),
+    Endpoint("POST", "/balance", "balance", Kind.ROUTER, "Nodes and load, for what a balance has decided", signed=True),
     Endpoint("GET", "/dashboard", "dashboard", Kind.ROUTER, "A page with nodes, handoffs and requests (--dashboard)"),
     Endpoint("GET", "/dashboard/state", "dashboard_state", Kind.ROUTER, "What this page shows; its fields may change"),
 )

@@ -16,6 +16,7 @@ from pd_http.held_bytes import HeldBytes
 from pd_router.admission.key_admission import KeyAdmission
 from pd_router.admission.key_file import KeyFile
 from pd_router.calls import headers as rules
+from pd_router.edge.balance_board import BalanceBoard
 from pd_router.edge.cluster_adapters import ADAPTERS, ClusterAdapters
 from pd_router.edge.cluster_orders import ClusterOrders
 from pd_router.edge.control import Control, Relay
@@ -85,17 +86,17 @@ def create_app(
     lifespan = Lifespan(services, discovery, posted, poller, feeds, adapters, keys, worker, restart_state, ports)
     workers = worker or OnlyWorker(posted)
     views = WorkerViews(table, metrics, workers)
-    dashboard = Dashboard(services, views, workers)
+    board = BalanceBoard(services, posted, views, workers)
+    dashboard = Dashboard(services, views, workers, board.word)
     orders = ClusterOrders(services, posted)
     cluster_adapters = ClusterAdapters(services, orders, adapters, workers)
     if worker is not None:
         metrics.frozen_workers.inc(worker.num_frozen)
-        worker.adopt, worker.topics = lifespan.adopt, views.topics | dashboard.topics
+        worker.adopt, worker.topics = lifespan.adopt, views.topics | dashboard.topics | board.topics
         worker.topics[ADAPTERS] = cluster_adapters.stamps
+    admin = Admin(posted, workers, views, poller.poll)
     app = Starlette(
-        routes=_routes(
-            services, posted, Admin(posted, workers, views, poller.poll), views, dashboard, orders, cluster_adapters
-        ),
+        routes=_routes(services, posted, admin, views, dashboard, orders, cluster_adapters, board),
         middleware=cross_origin(config),
         exception_handlers=exception_handlers(_request_id),
         lifespan=lifespan.run,
@@ -124,9 +125,9 @@ def _services(
 
 def _routes(
     services: Services, posted: PostedNodes, admin: Admin, views: WorkerViews, dashboard: Dashboard,
-    orders: ClusterOrders, adapters: ClusterAdapters,
+    orders: ClusterOrders, adapters: ClusterAdapters, board: BalanceBoard,
 ) -> list[Route]:  # fmt: skip
-    control = Control(services, views)
+    control = Control(services, views, board.word)
     by_kind: dict[Kind, Any] = {
         Kind.GENERATE: _compute,
         Kind.READ: _compute,
@@ -145,6 +146,7 @@ def _routes(
         "drain": admin.drain,
         "resume": admin.resume,
         "order_role": RoleOrders(services, posted, views).give,
+        "balance": board.hear,
     } | dashboard.handlers
     served = [one for one in ENDPOINTS if one.kind in by_kind or one.name in by_name]
     is_open = services.config.admin_endpoints == "open"

@@ -83,7 +83,7 @@ def _matches(wanted: dict[str, str], part: PodPart) -> bool:
 
 
 def _part(part: PodPart) -> str:
-    """node, router or pool; "" for pods that serve nothing."""
+    """node, router, pool or balance; "" for pods that serve nothing."""
     return part.labels.get("pd-cluster/part", "")
 
 
@@ -290,10 +290,10 @@ def _serves_grpc(part: PodPart, picker: dict[str, Any]) -> bool:
 
 
 def grace(objects: list[Object]) -> list[str]:
-    """A stopping pod has time for its preStop and its whole drain before it is killed. A pool has neither."""
+    """A stopping pod has time for its preStop and its whole drain before it is killed. Pool, balance have neither."""
     wrong = []
     for part in pods(of_kind(objects, "Deployment", "StatefulSet")):
-        if _part(part) == "pool":
+        if _part(part) in ("pool", "balance"):
             continue
         needed = max(
             float(container["lifecycle"]["preStop"]["exec"]["command"][1]) + float(flag_of(container, "drain-s"))
@@ -307,9 +307,14 @@ def grace(objects: list[Object]) -> list[str]:
 
 
 def probes(objects: list[Object]) -> list[str]:
-    """Three probes with time to answer; starting may take as long as the node's own deadline allows."""
+    """Three probes with time to answer; starting may take as long as the node's own deadline allows.
+
+    A balance serves nothing: routers tell when it was heard last.
+    """
     wrong = []
     for part in pods(of_kind(objects, "Deployment", "StatefulSet")):
+        if _part(part) == "balance":
+            continue
         for container in part.spec["containers"]:
             wrong += [
                 f"{part.owner}: {name} is missing or impatient"

@@ -13,7 +13,7 @@ from pd_cluster.engine.core import PAUSE_S, EngineCore
 from pd_cluster.protocol.messages import AddRequest, ResetCache, SetRole, SilenceAllowed, StartProfile, StopProfile
 from pd_cluster.protocol.sampling_params import SamplingParams
 from pd_cluster.scheduling.host_tier import HOST_GB_S
-from pd_cluster.scheduling.step_model import StepModel, StepWork
+from pd_cluster.scheduling.step_model import StepModel, StepWork, keys_of
 from pd_cluster.scheduling.targets import AIM, KEPT_GAP_S, Targets
 from pd_cluster.worker.device_executor import DeviceExecutor
 from pd_connectors.protocol.feed import NodeLoad
@@ -119,6 +119,23 @@ def test_a_role_sets_the_limit_of_prompts_beside_decodes(
         assert core._step_budget.targets == expected, role
         assert (core._step_budget.model is core._step_model) == (role == "prefill"), "later steps correct what P tells"
         assert core._room.gap_s == expected.itl_s
+
+
+def test_a_node_that_becomes_a_decode_node_goes_by_the_steps_that_it_has_had(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Started as a mixed node it has measured none: its steps take three times those of 8B."""
+    executor, connector = bench.core._executor, bench.core._connector
+    monkeypatch.setattr(executor, "model", replace(executor.model, device="cuda:0", step_times=()))
+    core = EngineCore(CONFIG, executor, connector, FakeMailbox())
+    core._take(SetRole("decode"))
+    assert core._step_budget.targets.itl_s * AIM == pytest.approx(0.0077, rel=0.02), "it has had none"
+    for num_tokens in (0, 96, 480, 992) * 20:
+        work = StepWork(32, 32_768, num_tokens, keys_of(num_tokens, 0))
+        core._step_model.note(work, 3 * StepModel().seconds(work))
+    core._take(SetRole("decode"))
+    assert core._step_budget.targets.itl_s * AIM == pytest.approx(0.0231, rel=0.1)
+    assert core._step_budget.model is not core._step_model, "later steps do not change the limit"
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda:0"])

@@ -74,6 +74,28 @@ def test_files_of_the_router_are_read_before_anything_starts(
     assert said in capsys.readouterr().err
 
 
+def test_a_balance_needs_targets(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["up", "--port=0", "--device=cpu", "--balance", "--slo-ttft-ms=200"]) == 2
+    assert "--balance needs --slo-ttft-ms and --slo-tpot-ms" in capsys.readouterr().err
+
+
+@pytest.mark.integration
+def test_up_keeps_a_balance_and_its_router_shows_the_reasons(launcher: Launcher) -> None:
+    cluster = up(launcher, "--prefill=1", "--decode=1", "--balance", "--slo-ttft-ms=500", "--slo-tpot-ms=50")
+
+    def word() -> dict[str, str]:
+        told: dict[str, str] = httpx.get(f"{url_of(cluster)}/nodes", timeout=HANG_S).json()["balance"] or {}
+        return told
+
+    wait_equal(lambda: word().get("sender"), "balance")
+    first = process_of(cluster, "balance")
+    first.kill()
+    cluster.wait_line("balance is back")
+    assert process_of(cluster, "balance").pid != first.pid
+    assert cluster.stop(signal.SIGINT) == 0
+    assert cluster.leftovers() == []
+
+
 ONE_NODE = ("--prefill=0", "--decode=0", "--mixed=1")
 
 

@@ -96,6 +96,7 @@ def test_a_role_without_needs_still_has_a_bundle() -> None:
         ("{decode: {count: 1, resources: {GPU: 1}}}", "decode: write CPU and GPU as cpus and gpus"),
         ("{decode: {count: 1}, flags: {max-seqs: 3}}", "'max-seqs' is unknown or cannot be set here"),
         ("{decode: {count: 1}, flags: {max-tokens-beside-decodes: 64}}", "was removed: a node's --slo-itl-ms"),
+        ("{decode: {count: 1}, balance: true, flags: {slo-ttft-ms: 200}}", "set slo-ttft-ms and slo-tpot-ms in flags"),
         ("{decode: {count: 1}, flags: {port: 3}}", "'port' is unknown or cannot be set here"),
         ("{decode: {count: 1}, flags: {cluster-key-file: k}}", "'cluster-key-file' is unknown"),
         ("{decode: {count: 1}, flags: {max-num-seqs: many}}", "max-num-seqs: Expected `int`, got `str`"),

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import time
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import aiohttp
 import uvicorn
@@ -34,16 +34,21 @@ SPIN_S, REST_S = 0.02, 0.001  # of `until`
 
 
 def signed(
-    action: Literal["add", "remove", "drain", "resume", "role", "reset_cache", "start_profile", "stop_profile"],
+    action: Literal[
+        "add", "remove", "drain", "resume", "role", "reset_cache", "start_profile", "stop_profile", "balance"
+    ],
     node: str,
     role: str = "",
     *,
     key: bytes = KEY,
     lives_s: float = 30.0,
     is_forced: bool = False,
+    **fields: Any,
 ) -> dict[str, str]:
     """The header of an order."""
-    order = NodeOrder(action=action, node=node, role=role, expires_at_s=time.time() + lives_s, is_forced=is_forced)
+    order = NodeOrder(
+        action=action, node=node, role=role, expires_at_s=time.time() + lives_s, is_forced=is_forced, **fields
+    )
     return {"x-pd-order": sign(key, order)}
 
 

@@ -10,7 +10,7 @@ import pytest
 from aiohttp import web
 
 from pd_connectors.protocol.feed import FeedDelta, FeedSnapshot, NodeLoad
-from pd_connectors.protocol.ticket import NodeOrder, verify
+from pd_connectors.protocol.ticket import NOT_SEEN, NodeOrder, verify
 from pd_http.endpoints import ROLE_PATH
 from pd_router.config import RouterConfig
 from pd_router.nodes.node_table import FLAGS, NodeSpec, NodeTable, Role
@@ -33,9 +33,13 @@ def obeying(otherwise: fakes.Script) -> fakes.Script:
             return await otherwise(node, request, seen)
         order = verify(KEY, seen.headers["x-pd-order"], NodeOrder, time.time())
         assert (order.action, order.node) == ("role", node.node_id)
-        node.facts["role_changes"] = node.facts.get("role_changes", 0) + (order.role != node.role)
+        changes = node.facts.get("role_changes", 0)
+        if order.seen_changes not in (NOT_SEEN, changes):
+            return web.json_response({"error": {"message": "it has changed"}}, status=409)
+        node.facts["role_changes"] = changes + (order.role != node.role)
+        node.facts["role_order"] = {"sender": order.sender, "reason": order.reason, "age_s": 0.0}
         node.role = order.role
-        return web.json_response({"role": node.role, "role_changes": node.facts["role_changes"]})
+        return web.json_response({"role": node.role} | node.facts)
 
     return script
 
@@ -120,6 +124,23 @@ async def test_a_role_changes_at_once_and_back() -> None:
         assert (await change(router, "d-1", "mixed"))[1]["role"] == "mixed"
         await poll(router)
         assert roles(router) == {"d-1": "mixed", "d-2": "decode"}
+
+
+async def test_of_two_orders_that_saw_the_same_one_acts() -> None:
+    """Two balancers, of which each chose another node; then one for a node that an operator has changed meanwhile."""
+    nodes = [a_node("decode", f"d-{number}") for number in range(4)]
+    async with running(*nodes), serving(decode=nodes) as router:
+        seen = {"sender": "balance", "reason": "prompts wait", "seen_changes": 0, "seen_total": 0}
+        answers = await asyncio.gather(*(change(router, name, "prefill", **seen) for name in ("d-0", "d-1")))
+        assert sorted(status for status, _ in answers) == [200, 409]
+        (refusal,) = (told["error"]["message"] for status, told in answers if status == 409)
+        assert "have changed 1 times, the sender of the order saw 0" in refusal
+        (told,) = (told for status, told in answers if status == 200)
+        assert (told["role_order"]["sender"], told["role_order"]["reason"]) == ("balance", "prompts wait")
+        assert (await change(router, "d-2", "mixed"))[1]["role_order"]["sender"] == ""
+        status, told = await change(router, "d-2", "prefill", **seen | {"seen_total": 2})
+        assert (status, "it has changed" in told["error"]["message"]) == (409, True)
+        assert sorted(roles(router).values()) == ["decode", "decode", "mixed", "prefill"]
 
 
 async def test_the_last_node_that_decodes_stays_unless_forced() -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pd_cluster.errors import InvalidRequest
+from pd_cluster.errors import InvalidRequest, RoleMoved
 from pd_cluster.protocol.messages import FinishReason, SetRole, TicketOpened, ToEngine, Work
 from pd_cluster.server.node.node_role import ROLES, NodeRole
 from pd_connectors.protocol.feed import FeedDelta
@@ -70,7 +70,33 @@ def test_what_is_no_role_changes_nothing() -> None:
     assert role.report() == {"role": "mixed", "role_changes": 0, "num_draining": 0}
 
 
+def test_an_order_of_a_sender_that_saw_another_number_of_changes_changes_nothing() -> None:
+    now_s = 5.0
+    role = NodeRole("mixed", lambda message: None, lambda: now_s)
+    role.change("decode", "balance", "streams wait", seen_changes=0)
+    now_s = 7.0
+    for sender in ("balance", ""):
+        with pytest.raises(RoleMoved, match=r"changed 1 times, .* saw 0: it is decode now, by balance"):
+            role.change("prefill", sender, "prompts wait", seen_changes=0)
+    role.change("decode", "other", "the same, and late", seen_changes=0)
+    kept = {"sender": "balance", "reason": "streams wait", "age_s": 2.0}
+    assert role.report() == {"role": "decode", "role_changes": 1, "num_draining": 0, "role_order": kept}
+    role.change("decode")  # an operator's, which names no number, and changes nothing: it counts as the last word
+    assert role.report()["role_order"] == {"sender": "", "reason": "", "age_s": 0.0}
+    role.change("prefill")
+    assert (role.name, role.changes) == ("prefill", 2)
+
+
 pytestmark = pytest.mark.anyio
+
+
+async def test_a_late_order_is_refused_with_what_the_node_is_now() -> None:
+    async with running(FakeEngine(says([5]))) as node:
+        late = {"x-pd-order": sign(KEY, NodeOrder("role", "node", FAR, "prefill", sender="balance", seen_changes=3))}
+        status, told = await call(node.session, "POST", node.url + ROLE_PATH, headers=late)
+        assert (status, told["error"]["code"]) == (409, "role_moved")
+        assert "it is mixed now, by its command line" in told["error"]["message"]
+        assert heard(node) == []
 
 
 def signed(role: str) -> dict[str, str]:
@@ -88,10 +114,10 @@ def heard(node: Node) -> list[str]:
 
 async def test_an_order_changes_what_the_node_tells() -> None:
     async with running(FakeEngine(says([5]))) as node:
-        told = await change(node, "decode")
-        assert told == await change(node, "decode") == (
-            200, {"role": "decode", "role_changes": 1, "num_draining": 0},
-        )  # fmt: skip
+        for _ in range(2):
+            status, told = await change(node, "decode")
+            assert told.pop("role_order")["age_s"] >= 0
+            assert (status, told) == (200, {"role": "decode", "role_changes": 1, "num_draining": 0})
         assert heard(node) == ["decode"]
         _, health = await call(node.session, "GET", node.url + "/health")
         assert (health["role"], health["role_changes"], health["node_id"]) == ("decode", 1, "node")
@@ -139,7 +165,8 @@ async def test_requests_of_the_old_role_are_finished_and_those_on_their_way_are_
         async with asyncio.timeout(WAIT_S):
             while not node.engine.requests:  # noqa: ASYNC110 (the request is on its way)
                 await asyncio.sleep(0)
-        assert await change(node, "prefill") == (200, {"role": "prefill", "role_changes": 2, "num_draining": 1})
+        status, told = await change(node, "prefill")
+        assert (status, told["role"], told["role_changes"], told["num_draining"]) == (200, "prefill", 2, 1)
         assert heard(node) == ["decode"]
         assert (await call(node.session, "POST", node.url + "/v1/completions", json=BODY))[0] == 200
         leg = BODY | {"kv_transfer_params": FOREIGN}

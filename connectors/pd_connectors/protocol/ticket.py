@@ -46,8 +46,10 @@ class Ticket(msgspec.Struct, frozen=True, tag=True):
 
 FEED_ACTION = "feed"  # of an order to a node alone, to read its feed
 ROLE_ACTION: Final = "role"  # to a router, about one node; and of a router to that node, which changes its role
+BALANCE_ACTION: Final = "balance"  # to a router: what a balance has decided, for an answer with nodes and load
 ORDER_HEADER = "x-pd-order"  # of a request: the signed NodeOrder
 OFFER_HEADER = "x-pd-offer"  # of a request to a decode node: the signed Offer, in place of kv_transfer_params
+NOT_SEEN = -1  # of the number of role changes that an order names
 ALL_NODES = "*"  # in an order to a router; a node obeys its own id alone
 
 
@@ -67,7 +69,7 @@ class NodeOrder(msgspec.Struct, frozen=True, tag=True):
 
     action: Literal[
         "add", "remove", "drain", "resume", "reset_cache", "start_profile", "stop_profile", "feed", "role",
-        "load_adapter", "unload_adapter",
+        "load_adapter", "unload_adapter", "balance",
     ]  # fmt: skip
     node: str  # the base URL for "add", else the node's id or its host:port; ALL_NODES for those that all nodes obey
     expires_at_s: float  # wall clock; until then a process that overhears the order can repeat it, so keep it short
@@ -79,6 +81,12 @@ class NodeOrder(msgspec.Struct, frozen=True, tag=True):
     adapter: AdapterRecord | None = None  # for "load_adapter" and "unload_adapter"; to a router without a stamp
     # Of a router's order to a node: prepare reads the files; hold gives the name its meaning; drop ends a prepare
     step: Literal["prepare", "hold", "drop"] = "hold"
+    # For "role". `sender`: "": an operator. `reason`: of the sender, in logs and GET /nodes. What the sender saw:
+    # `role_changes` of the node, and their sum over all nodes of the router; NOT_SEEN: it obeys whatever has changed
+    sender: str = ""
+    reason: str = ""
+    seen_changes: int = NOT_SEEN
+    seen_total: int = NOT_SEEN
 
 
 Statement = TypeVar("Statement", Ticket, Offer, NodeOrder)

@@ -63,7 +63,7 @@
   {{- if gt (int $role.autoscaling.minReplicas) (int $role.autoscaling.maxReplicas) -}}
     {{- fail (printf "roles.%s.autoscaling: minReplicas (%d) is above maxReplicas (%d)" $name (int $role.autoscaling.minReplicas) (int $role.autoscaling.maxReplicas)) -}}
   {{- end -}}
-  {{- if eq $name "router" "pool" "models" "key" "preflight" "test" -}}
+  {{- if eq $name "router" "pool" "balance" "models" "key" "preflight" "test" -}}
     {{- fail (printf "roles.%s: this name is taken by another part of the chart" $name) -}}
   {{- end -}}
   {{- /* a StatefulSet's pods carry its name and 11 characters more in a label of 63 */ -}}
@@ -82,6 +82,19 @@
 {{- end -}}
 {{- if gt (len (uniq $dtypes)) 1 -}}
   {{- fail "roles: args.dtype differs; KV moves as it is, so set it alike in all roles (or in nodeDefaults)" -}}
+{{- end -}}
+{{- if .Values.balance.enabled -}}
+  {{- range $name, $role := $roles -}}
+    {{- if $role.autoscaling.enabled -}}
+      {{- fail (printf "balance.enabled: roles.%s.autoscaling sets the number of pods by their role at the start, and the balance changes roles; leave one of the two out" $name) -}}
+    {{- end -}}
+  {{- end -}}
+  {{- if not (and .Values.slo.ttftMs .Values.slo.tpotMs) -}}
+    {{- fail "balance.enabled: it predicts how many requests meet their targets; set slo.ttftMs and slo.tpotMs" -}}
+  {{- end -}}
+  {{- if .Values.router.tlsSecret -}}
+    {{- fail "balance.enabled: it asks each router by its pod's address, which router.tlsSecret does not name; run pd-cluster balance --tls-ca yourself, or leave one of the two out" -}}
+  {{- end -}}
 {{- end -}}
 {{- include "pd-cluster.validateReplicas" (list "router" .Values.router) -}}
 {{- with .Values.router.autoscaling -}}

@@ -173,7 +173,7 @@ class Controller:
 
     async def run(self) -> None:
         """Run rounds without end. A round that fails is logged; the next one reads the state again."""
-        routers = Routers(derive_key(self._key.text))
+        routers = Routers(derive_key(self._key.text), self._spec.targets_s if self._spec.balance else None)
         try:
             while True:
                 try:

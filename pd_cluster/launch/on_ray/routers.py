@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 import httpx
 import msgspec
 
+from pd_cluster.balancing.balancer import Balancer
+from pd_cluster.balancing.decision import BalanceTargets
 from pd_cluster.launch.node_commands import order_request
 from pd_cluster.launch.on_ray.policy import RoutedNode
 
@@ -41,16 +43,26 @@ class _Table(msgspec.Struct):
 class Routers:
     """Calls routers by URL. A router that does not answer is not an error: the next round asks it again."""
 
-    def __init__(self, key: bytes) -> None:
+    def __init__(self, key: bytes, targets_s: tuple[float, float] | None = None) -> None:
+        """`targets_s`: by which a balance runs beside this, with the routers of the last `read`."""
         self._key = key
         self._client = httpx.AsyncClient(timeout=DEADLINE_S, trust_env=False)
+        self._balancing: asyncio.Task[None] | None = None
+        if targets_s is not None:
+            self._balancer = Balancer(self._client, (), key, BalanceTargets(*targets_s))
+            self._balancing = asyncio.create_task(self._balancer.run(), name="balance")
 
     async def close(self) -> None:
+        if self._balancing is not None:
+            self._balancing.cancel()
+            await asyncio.wait({self._balancing})
         await self._client.aclose()
 
     async def read(self, urls: Iterable[str]) -> dict[str, tuple[RoutedNode, ...]]:
         """The nodes that each router knows, by the router's URL. Routers that do not answer are left out."""
         asked = list(urls)
+        if self._balancing is not None:
+            self._balancer.routers = asked
         tables = await asyncio.gather(*(self._read_one(url) for url in asked))
         return {url: table for url, table in zip(asked, tables, strict=True) if table is not None}
 

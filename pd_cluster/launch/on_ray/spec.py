@@ -68,6 +68,7 @@ class ClusterSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     router: RoleSpec = RoleSpec(count=1)
     grace_s: Seconds = 30.0  # for the requests of a process that leaves
     start_deadline_s: Seconds = 600.0  # until a process must be ready
+    balance: bool = False  # the controller lets roles of nodes follow the load, by the targets in `flags`
     orphan_s: Seconds = 120.0  # a process ends after so long without a controller's question
 
     def role(self, name: str) -> RoleSpec:
@@ -77,6 +78,13 @@ class ClusterSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     @property
     def counts(self) -> dict[str, int]:
         return {role: self.role(role).count for role in ROLES}
+
+    @property
+    def targets_s(self) -> tuple[float, float]:
+        """Of the first token and of the time per token, that all nodes have. 0: none."""
+        given = [self.flags.get(name) for name in ("slo-ttft-ms", "slo-tpot-ms")]
+        ttft_s, tpot_s = (value / 1e3 if isinstance(value, float | int) else 0.0 for value in given)
+        return ttft_s, tpot_s
 
     @property
     def cpus(self) -> float:
@@ -135,8 +143,13 @@ def check(spec: ClusterSpec) -> ClusterSpec:
     found = {name: list(_node_problems({**spec.flags, **roles[name].flags}, roles[name])) for name in NODE_ROLES}
     found[ROUTER] = list(_router_problems(spec.router.flags))
     of_resources = (_resource_problems(name, role) for name, role in roles.items())
-    refuse(chain(_count_problems(spec.counts), *of_resources, _by_role(found)))
+    refuse(chain(_count_problems(spec.counts), *of_resources, _by_role(found), _balance_problems(spec)))
     return spec
+
+
+def _balance_problems(spec: ClusterSpec) -> Iterator[str]:
+    if spec.balance and not all(spec.targets_s):
+        yield "balance: it predicts how many requests meet their targets; set slo-ttft-ms and slo-tpot-ms in flags"
 
 
 def _resource_problems(name: str, role: RoleSpec) -> Iterator[str]:

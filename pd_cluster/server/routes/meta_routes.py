@@ -112,6 +112,7 @@ def _health_report(state: NodeState) -> dict[str, Any]:
         "status": _status(state),
         **state.role.report(),
         "node_id": state.node_id,
+        "tp": state.config.model.tp,
         "model": state.model_name,
         "epoch": ready.epoch if ready else None,
         "max_num_seqs": ready.max_num_seqs if ready else None,

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from pd_cluster.server.routes.meta_routes import Handler
     from pd_cluster.server.state import NodeState
 
+MAX_WORD_CHARS = 300  # of an order's sender and reason, which /health repeats
 MAX_PROFILE_S = 120.0  # a record grows in memory: it is written after this time, whatever was forgotten
 
 
@@ -49,7 +50,7 @@ async def _change_role(state: NodeState, request: Request) -> Response:
     _ = state.ready
     if state.draining:
         raise EngineUnavailable("this node is shutting down")
-    state.role.change(order.role)
+    state.role.change(order.role, order.sender[:MAX_WORD_CHARS], order.reason[:MAX_WORD_CHARS], order.seen_changes)
     return json_response(state.role.report())
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import orjson
 from starlette.responses import Response
@@ -26,7 +26,7 @@ from pd_router.nodes.upstream import Answer, LegFailed, Refused
 from pd_router.requests.liveness_guard import LivenessGuard
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Awaitable, Callable, Collection
 
     from starlette.requests import Request
     from starlette.types import Receive, Scope, Send
@@ -41,9 +41,13 @@ _ANY_ROLE = (Role.PREFILL, Role.MIXED, Role.DECODE)
 class Control:
     """Handlers for the router's own state."""
 
-    def __init__(self, services: Services, views: WorkerViews) -> None:
+    def __init__(
+        self, services: Services, views: WorkerViews, word: Callable[[], Awaitable[dict[str, Any] | None]]
+    ) -> None:
+        """`word`: what a balance said last."""
         self._s = services
         self._views = views
+        self._word = word
 
     async def health(self, request: Request) -> Response:
         """200 while a node may answer: then requests can be served, whichever other nodes are down.
@@ -75,7 +79,7 @@ class Control:
         return json_response({"server_load": await self._views.load()})
 
     async def nodes(self, request: Request) -> Response:
-        return json_response({"nodes": await self._views.nodes()})
+        return json_response({"nodes": await self._views.nodes(), "balance": await self._word()})
 
     async def metrics(self, request: Request) -> Response:
         return Response(await self._views.metrics(), media_type=EXPOSITION_TYPE)

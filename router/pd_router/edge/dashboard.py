@@ -11,7 +11,7 @@ import re
 from base64 import b64encode
 from importlib.resources import files
 from ipaddress import ip_address
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from starlette.responses import Response
@@ -45,10 +45,14 @@ _HEADERS = {
 class Dashboard:
     """Its handlers by the name of the endpoint, and what other workers ask this one for it."""
 
-    def __init__(self, services: Services, views: WorkerViews, workers: Workers) -> None:
+    def __init__(
+        self, services: Services, views: WorkerViews, workers: Workers,
+        word: Callable[[], Awaitable[dict[str, Any] | None]],
+    ) -> None:  # fmt: skip
         self._s = services
         self._views = views
         self._workers = workers
+        self._word = word  # what a balance said last
         self._page = files("pd_router").joinpath("dashboard.html").read_bytes()
         self._policy = content_policy(self._page.decode())
         self._shared = SharedSnapshot(self._snapshot, services.table.clock)
@@ -87,6 +91,7 @@ class Dashboard:
             "num_workers": 1 + len(others),
             "late_workers": [number for number, other in others.items() if other is None],
             "nodes": nodes,
+            "balance": await self._word(),
             **summary([self._part(), *reported]),
         }
         return msgspec.json.encode(state)

@@ -53,6 +53,7 @@ class Proxy:
         reply = CallReply(call, request_id, s.held)
         reply.dialect = dialect = dialect_of(call.path)
         record = CallRecord(call.path, request_id, arrived_at, s.wall_clock())
+        s.recent.load.begin(record)
         if self._traces:
             record.trace = begin_trace(given.get(TRACEPARENT), s.config.trace_ratio)
         outcome = "ok"

@@ -9,15 +9,16 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-from pd_connectors.protocol.ticket import ORDER_HEADER, ROLE_ACTION, NodeOrder, sign
+from pd_connectors.protocol.ticket import BALANCE_ACTION, NOT_SEEN, ORDER_HEADER, ROLE_ACTION, NodeOrder, sign
 from pd_http.endpoints import ROLE_PATH
-from pd_http.errors import InvalidRequest
+from pd_http.errors import InvalidRequest, PdError
 from pd_http.node_answers import object_in
 from pd_http.reply import json_response
 from pd_router.edge.cluster_orders import ORDER_LIFETIME_S
 from pd_router.edge.node_orders import ordered_node
 from pd_router.errors import NodeConflict, NodeFailed
 from pd_router.nodes.node_table import DECODERS, Node, Role
+from pd_router.nodes.role_order_note import RoleOrderNote
 from pd_router.nodes.upstream import LegFailed, Refused
 
 if TYPE_CHECKING:
@@ -46,13 +47,33 @@ class RoleOrders:
         if order.role not in tuple(Role):
             raise InvalidRequest(f"bad role {order.role!r}: write one of {', '.join(Role)}")
         role = Role(order.role)
+        sender = "operator" if not order.sender else BALANCE_ACTION if order.sender == BALANCE_ACTION else "other"
+        try:
+            await self._obey(node, role, order)
+        except PdError:
+            self._s.metrics.role_orders.labels(sender, "refused").inc()
+            raise
+        self._s.metrics.role_orders.labels(sender, "obeyed").inc()
+        return json_response(await self._views.node(node))
+
+    async def _obey(self, node: Node, role: Role, order: NodeOrder) -> None:
+        """Raises NodeConflict, NodeFailed."""
         async with self._turn:
             if node.gone:
                 raise NodeConflict(f"node {node.node_id} is leaving: it was removed and finishes its requests")
+            self._check_total(order)
             if role is Role.PREFILL and node.role is not role and not order.is_forced:
                 self._check_decodes(node)
-            await self._tell(node, role)
-        return json_response(await self._views.node(node))
+            await self._tell(node, role, order)
+
+    def _check_total(self, order: NodeOrder) -> None:
+        """Raises NodeConflict if another order has changed a role since the sender of this one looked."""
+        total = self._s.table.num_role_changes
+        if order.seen_total not in (NOT_SEEN, total):
+            raise NodeConflict(
+                f"roles of this router's nodes have changed {total} times, the sender of the order saw "
+                f"{order.seen_total}: look again, another may have acted"
+            )
 
     def _check_decodes(self, node: Node) -> None:
         """Raises NodeConflict if a model of `node` would be left without a healthy node that decodes."""
@@ -66,9 +87,12 @@ class RoleOrders:
                 "all the same"
             )
 
-    async def _tell(self, node: Node, role: Role) -> None:
+    async def _tell(self, node: Node, role: Role, given: NodeOrder) -> None:
         s = self._s
-        order = NodeOrder(ROLE_ACTION, node.node_id, s.wall_clock() + ORDER_LIFETIME_S, role.value)
+        order = NodeOrder(
+            ROLE_ACTION, node.node_id, s.wall_clock() + ORDER_LIFETIME_S, role.value, sender=given.sender,
+            reason=given.reason, seen_changes=given.seen_changes,
+        )  # fmt: skip
         headers = {ORDER_HEADER: sign(s.key, order)}
         try:
             answer = await s.upstream.post_whole(node, ROLE_PATH, headers, b"{}", s.config.control_timeout_s)
@@ -83,3 +107,4 @@ class RoleOrders:
         if reported.get("role") != role.value:
             raise NodeConflict(f"node {node.node_id} takes no role orders: {_OTHER}")
         node.receive_role(reported["role"], reported.get("role_changes"))
+        node.role_order = RoleOrderNote.read(reported.get("role_order"), s.table.clock())

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from pd_connectors.protocol.adapters import AdapterState
     from pd_router.config import RouterConfig
+    from pd_router.nodes.role_order_note import RoleOrderNote
 
 log = logging.getLogger("pd_router")
 FULL_KV = 0.9  # share of the KV cache in use from which prompts probably wait for blocks
@@ -71,6 +72,8 @@ class Node:
     ejected_until_s: float = 0.0
     failures_in_row: int = 0
     role_changes: int | None = None  # since its boot, by its own word for its role; None: it has not reported its role
+    role_order: RoleOrderNote | None = None  # the last one that the node has told
+    num_ranks: int = 0  # GPUs of the node; 0: /health does not name them
     kv_version: str = ""  # nodes with an equal one use each other's KV; "": not reported, so it may pair with any node
     epoch: int | None = None  # of the engine's boot; None: /health does not name it
     restarts: int = 0  # changes of epoch seen by this router
@@ -209,6 +212,7 @@ class NodeTable:
             self._leaving.remove(node)
             node.gone = node.draining = node.reachable = node.polled = node.was_up = False
             node.models = node.base_models = node.adapters = node.role_changes = node.drained_epoch = None
+            node.role_order = None
         self.changed.set()
 
     def source_of(self, node: Node) -> str | None:
@@ -256,6 +260,11 @@ class NodeTable:
     def _forget_lengths(self) -> None:
         """Of models that no node serves any more: names come and go with adapters."""
         self.answers.keep(frozenset().union(*(node.models or () for node in self.nodes)))
+
+    @property
+    def num_role_changes(self) -> int:
+        """Of all nodes since their starts: an order that names another number was decided on another state."""
+        return sum(node.role_changes or 0 for node in self.nodes)
 
     def find(self, name: str) -> list[Node]:
         """The nodes with the id or host:port `name`; if there are none, those that are leaving."""
@@ -353,6 +362,8 @@ class NodeTable:
         return {
             "node_id": node.node_id,
             "role": node.role.value,
+            "role_changes": node.role_changes,
+            "role_order": None if node.role_order is None else node.role_order.told(now_s),
             "url": node.url,
             "healthy": node.is_healthy(now_s),
             "down_s": None if node.down_since_s is None else round(now_s - node.down_since_s, 1),
@@ -364,6 +375,8 @@ class NodeTable:
             "outstanding": {"prefill_bytes": node.prefill_bytes, "sequences": node.decode_sequences},
             "load": self._describe_load(node),
             "epoch": node.epoch,
+            "tp": node.num_ranks or None,
+            "max_model_len": node.max_model_len,
             "kv_version": node.kv_version,
             "models": None if node.models is None else sorted(node.models),
             "adapters": {
@@ -388,6 +401,8 @@ class NodeTable:
             "engine": None if (load := view.load) is None else {
                 "running": load.num_running, "waiting": load.num_waiting, "slots": load.num_slots,
                 "free_blocks": load.free_blocks, "num_blocks": load.num_blocks, "step_ms": round(load.step_s * 1e3, 3),
+                "block_size": load.block_size, "context": load.num_context, "token_s": load.token_s,
+                "key_s": load.key_s, "context_s": load.context_s,
             },
         }  # fmt: skip
 

@@ -93,6 +93,8 @@ class RouterMetrics:
             "Nodes' reports of more tokens than the request's body allows, or of fewer than none.",
             "node",
         )
+        self.balance_decisions = counter("balance_decisions", "Decisions of a balance that differ, by kind.", "kind")
+        self.role_orders = counter("role_orders", "Role orders to nodes, by sender and result.", "sender", "result")
         self.key_files = counter("key_file_changes", "Changes of the file with API keys that were seen.", "result")
         self.num_queued = Gauge("pd_router_requests_queued", "Requests that wait at the router.", registry=registry)
         self.queue_s = histogram("queue", "Waited at the router: for the nodes, or for another request of the key.")

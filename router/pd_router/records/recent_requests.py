@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from pd_router.records.recent_load import RecentLoad
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
@@ -59,12 +61,14 @@ class RecentRequests:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._begun_s = clock()
+        self.load = RecentLoad(clock)
         self._ended: deque[CallRecord] = deque(maxlen=MOST_REQUESTS)
         self._slow: dict[int, list[tuple[float, int, CallRecord]]] = {}  # heaps by minute
         self._numbers = itertools.count()  # decide between equally slow ones
 
     def add(self, record: CallRecord) -> None:
         """Take a request that has just ended."""
+        self.load.end(record)
         self._ended.append(record)
         if (ttft_s := record.ttft_s) is None:
             return

@@ -13,6 +13,7 @@ from pd_connectors.protocol.clock import patiently
 from pd_http.names import MAX_NAME_CHARS, is_name
 from pd_http.node_answers import FailureKind, object_in
 from pd_router.nodes.liveness import Down
+from pd_router.nodes.role_order_note import RoleOrderNote
 from pd_router.nodes.upstream import LegFailed, Upstream
 
 if TYPE_CHECKING:
@@ -135,6 +136,9 @@ class HealthPoller:
         if restarted or (isinstance(epoch, int) and node.drained_epoch is not None):
             node.draining = epoch == node.drained_epoch
         node.receive_role(report.get("role"), report.get("role_changes", 0))
+        node.role_order = RoleOrderNote.read(report.get("role_order"), self._table.clock())
+        num_ranks = report.get("tp")
+        node.num_ranks = num_ranks if isinstance(num_ranks, int) else 0
         node.epoch = epoch if isinstance(epoch, int) else None
         num_slots = report.get("max_num_seqs")
         node.num_slots = num_slots if isinstance(num_slots, int) else None

@@ -1,0 +1,161 @@
+"""The loop around `decide`: asks the routers, decides, orders, and says why. Keeps nothing that it cannot lose."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import time
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import httpx
+
+from pd_cluster.balancing.decision import BalanceDecision, BalanceTargets, decide
+from pd_cluster.balancing.snapshot import BALANCE, read_snapshot
+from pd_connectors.protocol.ticket import (
+    ALL_NODES,
+    BALANCE_ACTION,
+    NOT_SEEN,
+    ORDER_HEADER,
+    ROLE_ACTION,
+    NodeOrder,
+    sign,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from pd_cluster.balancing.decision import Forecaster, Memory, RoleChange
+
+logger = logging.getLogger("pd_cluster.balance")
+PERIOD_S = 5.0  # between two rounds
+CALL_S = 3.0  # of a router's answer; what it told is not older when a decision is made
+ORDER_S = 10.0  # of an order, which the router passes on to the node
+ORDER_LIFETIME_S = 30.0  # more than clocks differ
+REFUSED_S = 60.0  # after an order that was refused, for a word that differs: what was refused is shown so long
+
+
+class RefusedOrder(NamedTuple):
+    reason: str
+    at_s: float
+
+
+class Balancer:
+    """Of the nodes of `routers`, URLs of routers with equal nodes. The first that answers gets the orders.
+
+    `clock`: monotonic seconds. `is_dry`: no order is given.
+    """
+
+    def __init__(
+        self, client: httpx.AsyncClient, routers: Sequence[str], key: bytes, targets: BalanceTargets, *,
+        is_dry: bool = False, forecast: Forecaster | None = None,
+        clock: Callable[[], float] = time.monotonic, wall_clock: Callable[[], float] = time.time,
+    ) -> None:  # fmt: skip
+        self.routers = routers
+        self._client, self._key, self._targets = client, key, targets
+        self._is_dry, self._forecast, self._clock, self._wall_clock = is_dry, forecast, clock, wall_clock
+        self._memory: Memory = {}
+        self._word, self._kind = "it has just started", "start"  # of the last round, for the routers
+        self._refusal = RefusedOrder("", 0.0)
+
+    async def run(self) -> None:
+        """Rounds without end. One that fails is logged, and the next one begins anew."""
+        while True:
+            try:
+                await self.round()
+            except Exception:
+                logger.exception("a round failed")
+                self._memory = {}
+            await asyncio.sleep(PERIOD_S)
+
+    async def round(self) -> list[BalanceDecision]:
+        """Look, decide, order."""
+        began_s = self._clock()
+        routers = [url for found in await asyncio.gather(*map(_each, self.routers)) for url in found]
+        answers = await asyncio.gather(*(self._ask(url) for url in routers))
+        told = [(url, answer) for url, answer in zip(routers, answers, strict=True) if answer is not None]
+        snapshot = read_snapshot([answer for _, answer in told], len(routers), self._clock() - began_s)
+        decisions, self._memory = decide(snapshot, self._memory, self._targets, self._forecast)
+        for decision in decisions:
+            if decision.change is not None and not self._is_dry:
+                await self._order(told[0][0], decision.change, decision.reason)
+        self._say(decisions)
+        return decisions
+
+    def _say(self, decisions: Sequence[BalanceDecision]) -> None:
+        """Log what differs from the last round in more than its figures, and keep it for the routers."""
+        kind = "change" if any(decision.change for decision in decisions) else "hold"
+        word = "; ".join(f"{one.models}: {one.reason}" if len(decisions) > 1 else one.reason for one in decisions)
+        if self._is_dry:
+            word = f"dry run: {word}"
+        if kind == "hold" and self._refusal.reason and self._clock() - self._refusal.at_s < REFUSED_S:
+            kind, word = "refused", f"{self._refusal.reason}; now: {word}"
+        if _outline(word) != _outline(self._word):
+            logger.info("%s: %s", kind, word)
+        self._word, self._kind = word, kind
+
+    async def _ask(self, url: str) -> dict[str, Any] | None:
+        """Nodes and load by this router. None: no answer that can be read."""
+        order = self._signed(BALANCE_ACTION, ALL_NODES, self._kind, self._word)
+        try:
+            answer = await self._client.post(f"{url}/balance", headers=order, timeout=CALL_S)
+            reported: dict[str, Any] = answer.json()
+        except (httpx.HTTPError, ValueError) as error:
+            logger.warning("%s gives no answer: %s", url, error or type(error).__name__)
+            return None
+        if answer.status_code != 200 or "nodes" not in reported or "seen" not in reported:
+            logger.warning("%s answers %d: %s", url, answer.status_code, _why(reported))
+            return None
+        return reported
+
+    async def _order(self, url: str, change: RoleChange, reason: str) -> None:
+        """Give the order. One that is refused, or that nothing answers, is told; the next round looks anew."""
+        headers = self._signed(
+            ROLE_ACTION,
+            change.node,
+            change.role,
+            reason,
+            seen_changes=change.seen_changes,
+            seen_total=change.seen_total,
+        )
+        what = f"{change.node} as a {change.role} node"
+        try:
+            answer = await self._client.post(f"{url}/nodes/{change.node}/role", headers=headers, timeout=ORDER_S)
+            why = "" if answer.status_code == 200 else f"{answer.status_code}: {_why(answer.json())}"
+        except (httpx.HTTPError, ValueError) as error:
+            why = f"no answer ({error or type(error).__name__})"
+        self._refusal = RefusedOrder(f"{what} was refused: {why}" if why else "", self._clock())
+        if why:
+            logger.warning("%s", self._refusal.reason)
+        else:
+            logger.info("%s: %s", what, reason)
+
+    def _signed(
+        self, action: Any, node: str, role: str, reason: str, seen_changes: int = NOT_SEEN, seen_total: int = NOT_SEEN
+    ) -> dict[str, str]:
+        until_s = self._wall_clock() + ORDER_LIFETIME_S
+        order = NodeOrder(
+            action, node, until_s, role, sender=BALANCE, reason=reason, seen_changes=seen_changes, seen_total=seen_total
+        )
+        return {ORDER_HEADER: sign(self._key, order)}
+
+
+async def _each(url: str) -> list[str]:
+    """A URL for each address of a name with several, as a headless Service has: each router tells its own requests."""
+    at = httpx.URL(url)
+    try:
+        found = await asyncio.get_running_loop().getaddrinfo(at.host, at.port or 80, type=socket.SOCK_STREAM)
+    except OSError:
+        return [url]
+    hosts = sorted({str(address[0]) for *_, address in found})
+    return [url] if at.scheme == "https" or len(hosts) < 2 else [str(at.copy_with(host=host)) for host in hosts]
+
+
+def _why(reported: object) -> str:
+    error = reported.get("error") if isinstance(reported, dict) else None
+    return str(error.get("message")) if isinstance(error, dict) else "it is no router of this release"
+
+
+def _outline(word: str) -> str:
+    """Without figures, which differ in each round."""
+    return "".join(char for char in word if not (char.isdigit() or char == "."))
