@@ -32,7 +32,6 @@ FOLDERS = {
     "tests/mutation": ("planted bugs are found", "a sample of mutants"),
     "tests/planning": ("the simulator, tables of steps, plans", ""),
     "tests/ray_cluster": ("the Ray controller", "further faults, a local `ray up`"),
-    "tests/planning": ("the simulator and its forecasts", ""),
     "tests/router": ("the router over fake nodes", "a cut after each frame, long simulations"),
     "tests/scheduling": ("queues, memory, planner: tables, state machine, random walk", "more seeds"),
     "tests/security": ("strangers, forged tickets, fuzzing, listening sockets", "soak, chaos, storms"),

@@ -57,7 +57,8 @@ def test_each_row_gets_its_own_adapter(name: str, most: int, ranks: list[int], n
     lora.expand(lora.shrink(x.float(), wide, rows), expected, wide, rows)
     base = torch.tensor(slots) < 0
     assert torch.equal(found[base], y[base])
-    assert (found.float() - expected).norm() <= (1e-2 if GPU else 1e-5) * (expected - y.float()).norm() + 1e-30
+    rounding = 2**-8 * expected.norm() if GPU else 0.0  # an element of the sum is rounded to 8 bits
+    assert (found.float() - expected).norm() <= (1e-2 if GPU else 1e-5) * (expected - y.float()).norm() + rounding
     assert not torch.equal(found, y)
 
 
