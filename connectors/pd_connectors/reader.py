@@ -124,6 +124,8 @@ class Reader:
             return
         if peer.is_doubted:
             logger.info("the prefill node at %s answers again", _name(peer))
+            if peer.endpoint is not None:  # after a cut its TCP would stand still for as long again
+                self._tear_down(peer, peer.endpoint, LoadFailure.UNREACHABLE, "its connection was silent", now)
         peer.is_lost = peer.is_doubted = False
         match message:
             case HelloReply():
