@@ -41,7 +41,10 @@ class PlannedSetting(NamedTuple):
 
 
 def settings_of(num_gpus: int, ranks: Sequence[int], per_host: int) -> list[PlannedSetting]:
-    """Those that leave no room for a further node of theirs: pairs, replicas, and a few of both together."""
+    """Those that leave no room for a further node of theirs: pairs, replicas, and a few of both together.
+
+    With targets a decode node is a mixed one, but for its name: beside decode nodes, mixed ones have other ranks.
+    """
     found = dict.fromkeys(
         setting
         for kinds in product(ranks, repeat=3)
@@ -58,7 +61,7 @@ def _of_kinds(num_gpus: int, ranks: RankCounts) -> Iterator[PlannedSetting]:
         for prefill in range(1 if rest else 0, rest // ranks.prefill + 1, step):
             decode = (rest - prefill * ranks.prefill) // ranks.decode
             used = (prefill * ranks.prefill + decode * ranks.decode, rest)
-            if decode and used[1] - used[0] < min(ranks):
+            if decode and (not mixed or ranks.mixed != ranks.decode) and used[1] - used[0] < min(ranks):
                 yield _plain(RoleCounts(prefill, decode, mixed), ranks)
     if num_gpus % ranks.mixed == 0:
         yield _plain(RoleCounts(mixed=num_gpus // ranks.mixed), ranks)
