@@ -74,6 +74,11 @@ ENGINE: dict[str, Meaning] = {
         "1 while that is less than a hundredth of the most that it was, or than 2 GB/s between GPUs of one host.",
         "peer, memory",
     ),
+    "lora_adapter_loaded": Meaning("With adapters: 1 for each, by where it lies.", "lora_name, level"),
+    "lora_requests_info": Meaning(
+        "Unix time; the labels name adapters of requests under way, at most 100.",
+        "running_lora_adapters, waiting_lora_adapters, max_lora",
+    ),
     "loads_done_total": Meaning("Loads that ended with confirmed KV."),
     "loads_failed_total": Meaning("Loads that ended without.", "reason"),
     "loads_open": Meaning("Loads under way."),

@@ -72,7 +72,7 @@ def test_an_adapter_of_the_command_line_answers_alike_on_every_way(system: Syste
     for way in (Way.P_FIRST, Way.D_FIRST):
         assert answer(system, way, "own") == alone
         assert answer(system, way, "demo_model")[0] == base, "no KV of the adapter is the base's"
-    assert not any("prompt_mismatch" in name and value for name, value in system.metrics("decode").items())
+    assert not any("prompt_mismatch" in name and value for name, value in system.settled_metrics("decode").items())
 
 
 def test_orders_load_replace_and_unload_on_all_nodes(system: System, root: Path) -> None:
