@@ -61,8 +61,8 @@ class Linear:
         self._few_unactivated: FewRows | None = None  # for rows with adapters
         self._next_group = 0  # the group of the Linear that this one feeds
         self._is_read_plain = False  # what this one feeds is read plain, too
-        self._product: Callable[[Any], torch.Tensor] = self._matmul  # without the activation
-        self._multiply: Callable[[Any], torch.Tensor] = self._plain  # quantized rows come to QuantizedLinears only
+        self._packed: Callable[[Any], torch.Tensor] | None = None  # the product, see `pack`
+        self._chosen: list[tuple[Mapping[int, Product], From | None]] = []  # see `use`
 
     def __call__(self, x: Normed) -> torch.Tensor:
         """`x` [T, in] -> activate(x W^T + b), [T, out] without an activation.
@@ -161,16 +161,7 @@ class Linear:
         rows and more. All other numbers of rows are multiplied as before. Only if `takes_products`.
         """
         assert self.takes_products
-        weight, plain = self.weight, self._multiply
-
-        def multiply(x: torch.Tensor) -> torch.Tensor:
-            num_rows = x.shape[0]
-            product = products.get(num_rows)
-            if product is None and others is not None and num_rows >= others.least:
-                product = others.product
-            return plain(x) if product is None else product(x, weight)
-
-        self._multiply = multiply
+        self._chosen.insert(0, (products, others))
 
     def use_few_rows(self, product: FewRows, max_rows: int) -> None:
         """Use `product` from now on for `add_norm` of at most `max_rows` rows, and for calls with a HalfNormed."""
@@ -210,7 +201,7 @@ class Linear:
             product: torch.Tensor = multiply_packed(x, packed, bias, "none", [], "")
             return product
 
-        self._product = multiply
+        self._packed = multiply
         if not keep_weight:
             self.weight = self.weight.new_empty(0)
 
@@ -228,12 +219,20 @@ class Linear:
             return None
         return self._kernels.few_rows(weight, self.bias, self._is_swiglu and is_activated)
 
-    def _plain(self, x: Any) -> torch.Tensor:
-        product = self._product(x)
-        return product if self.activate is None else self.activate(product)
+    def _multiply(self, x: Any) -> torch.Tensor:
+        """The product with the activation, by what `use` has chosen. Quantized rows come to QuantizedLinears only."""
+        for products, others in self._chosen:
+            num_rows = x.shape[0]
+            if (product := products.get(num_rows)) is not None:
+                return product(x, self.weight)
+            if others is not None and num_rows >= others.least:
+                return others.product(x, self.weight)
+        plain = self._product(x)
+        return plain if self.activate is None else self.activate(plain)
 
-    def _matmul(self, x: Any) -> torch.Tensor:
-        return F.linear(x, self.weight, self.bias)
+    def _product(self, x: Any) -> torch.Tensor:
+        """The product without the activation."""
+        return F.linear(x, self.weight, self.bias) if self._packed is None else self._packed(x)
 
 
 def add_norm_for(

@@ -74,7 +74,7 @@ class QuantizedLinear(Linear):
         """See Linear."""
         return rows.quantized if rows.quantized.group == self.group else rows.plain
 
-    def _matmul(self, x: Rows) -> torch.Tensor:
+    def _product(self, x: Rows) -> torch.Tensor:
         rows = x if isinstance(x, QuantizedRows) else self._kernels.quantize(x, self.group)
         product = self._kernels.quantized_product(rows, self._quantized, self._dtype)
         if self.bias is not None:
