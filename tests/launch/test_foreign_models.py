@@ -58,9 +58,9 @@ ROWS: dict[str, tuple[Files, tuple[str, ...]]] = {
     "meta": ({"params.json": {}, "consolidated.00.pth": b"", "tokenizer.model": b""}, ("params.json", "config.json")),
     "adapter": (
         {"adapter_config.json": {"base_model_name_or_path": "org/base"}, "adapter_model.safetensors": b""},
-        ("adapter", "merge", "org/base"),
+        ("adapter", "--lora", "org/base"),
     ),
-    "adapter with config": ({**CONFIG, "adapter_config.json": {}, "adapter_model.bin": b""}, ("adapter", "merge")),
+    "adapter with config": ({**CONFIG, "adapter_config.json": {}, "adapter_model.bin": b""}, ("adapter", "--lora")),
     "diffusers": ({"model_index.json": {}, "unet/config.json": {}}, ("diffusers", "images")),
     "onnx": ({"model.onnx": b""}, ("form of ONNX", NOT_READ)),
     "onnx with config": ({**TEXTS, "onnx/model_q4.onnx": b""}, ("form of ONNX", NOT_READ)),

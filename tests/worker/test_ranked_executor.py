@@ -323,7 +323,8 @@ def test_a_late_draw_that_fails_after_a_result_ends_the_ranks_at_once(
         raise RuntimeError("a stage failed")
 
     ranks = Ranks(make_config(2), f"ipc://{tmp_path}/r", lambda _: None)
-    executor = stub_executor(ranks, SimpleNamespace(launch=launch, draw_late=draw_late))
+    rows = SimpleNamespace(has_adapters=lambda _: False)
+    executor = stub_executor(ranks, SimpleNamespace(launch=launch, draw_late=draw_late, rows=rows))
     monkeypatch.setattr(ranks.link, "blamed", nullcontext)
     pending = executor.launch(Batch(0))
     with pytest.raises(RuntimeError, match="a stage failed"):

@@ -156,9 +156,16 @@ async def test_router_without_prefill_nodes(cluster: GatedCluster) -> None:
 
 
 async def test_router_without_decode_nodes(cluster: GatedCluster) -> None:
-    """Prefill nodes do not generate. P is not even asked."""
+    """Prefill nodes answer, unless they must not: then P is not even asked."""
+    short = await cluster.expected(SHORT)
+    kept = RouterMember(cluster.launcher, [cluster.p0], [], "--decode=http://127.0.0.1:1")
+    for route in ROUTES:
+        outcome = await cluster.call(SHORT, route, url=kept.url).outcome()
+        outcome.check(short)
+        assert outcome.headers["x-pd-route"] == "direct; reason=no-decode-node"
     admitted = await cluster.p0.metric(ADMITTED)
-    router = RouterMember(cluster.launcher, [cluster.p0], [], "--decode=http://127.0.0.1:1")
+    flags = ("--decode=http://127.0.0.1:1", "--decode-on-prefill=never")
+    router = RouterMember(cluster.launcher, [cluster.p0], [], *flags)
     for route, stream in product(ROUTES, (False, True)):
         outcome = await cluster.call(SHORT, route, stream=stream, url=router.url).outcome()
         assert outcome.error is not None

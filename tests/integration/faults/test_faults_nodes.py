@@ -306,9 +306,9 @@ async def test_d_stopped_while_it_reads(route: str, cluster: GatedCluster) -> No
 
 @pytest.mark.parametrize("part", Part)
 async def test_d_killed_while_it_reads(part: Part, cluster: GatedCluster) -> None:
-    """No other decode node is there: clients hear that at once, and P lets go. A stream that has begun breaks off."""
+    """No other node may answer: clients hear that at once, and P lets go. A stream that has begun breaks off."""
     route = P_FIRST if part is Part.ENGINE else D_FIRST
-    router = cluster.new_router(["p0"], ["d0"], "--continue-wait-s=0.1")
+    router = cluster.new_router(["p0"], ["d0"], "--continue-wait-s=0.1", "--decode-on-prefill=never")
     with cluster.held(), cluster.spoken():
         begun = cluster.call(SHORT, P_FIRST, stream=True, num_tokens=2 * SPOKEN, url=router.url)
         await generates(cluster, begun)
@@ -319,8 +319,8 @@ async def test_d_killed_while_it_reads(part: Part, cluster: GatedCluster) -> Non
         check_broken_off(await begun.outcome(), "engine_died" if part is Part.ENGINE else "stream_interrupted")
         logger.info("%s; p0 clean after %.2f s", outcome.error, await cluster.check_clean(cluster.p0))
 
-    await cluster.router.wait_healthy(cluster.d0, False)
-    check_error(await cluster.call(SHORT, route).outcome(), 503, "no_healthy_node")
+    await router.wait_healthy(cluster.d0, False)
+    check_error(await cluster.call(SHORT, route, url=router.url).outcome(), 503, "no_healthy_node")
     await cluster.restore()
     await cluster.check_transfer(SHORT, route)
     await cluster.check_clean()
