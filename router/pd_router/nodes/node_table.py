@@ -281,15 +281,15 @@ class NodeTable:
             if n.role in wanted and n.is_healthy(now_s) and n.serves(model) and not (is_adapter and n.models is None)
         ]
 
-    def answering(self, model: str | None) -> list[Node]:
+    def answering(self, model: str | None, among: Callable[[list[Node]], list[Node]] = list) -> list[Node]:
         """The healthy nodes that may generate: those that decode, and where there is none, the prefill nodes that can.
 
-        Those of other engines may be unable to. A node that writes frames is able to.
+        Those of other engines may be unable to. A node that writes frames is able to. `among`: those that may at all.
         """
-        found = self.healthy(DECODERS, model)
+        found = among(self.healthy(DECODERS, model))
         if found or not self._keeps:
             return found
-        return [node for node in self.healthy((Role.PREFILL,), model) if node.stream_version]
+        return among([node for node in self.healthy((Role.PREFILL,), model) if node.stream_version])
 
     def known_name(self, model: str | None) -> str:
         """`model` if a node tells that it serves it, else "": metrics and logs take no other text of clients."""
