@@ -20,6 +20,7 @@ import struct
 logger = logging.getLogger(__name__)
 
 BACKLOG = 256
+_ELSEWHERE = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT, errno.EINVAL)  # for an address that is none of this machine
 
 _SO_ATTACH_FILTER, _SO_DETACH_FILTER = 26, 27  # socket(7); Python's socket module does not name them
 _DROP_ALL = struct.pack("=HBBI", 0x06, 0, 0, 0)  # one BPF instruction: return 0, which drops the packet
@@ -128,7 +129,9 @@ def _listen(host: str, port: int) -> socket.socket:
         try:
             return _open(address, port)
         except OSError as error:
-            if is_loopback or error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT, errno.EINVAL):
+            # The first one: of a scope (fe80::1%eth9) that this machine does not have
+            is_elsewhere = isinstance(error, socket.gaierror) or error.errno in _ELSEWHERE
+            if is_loopback or not is_elsewhere:
                 raise
     try:
         return _open("::", port)

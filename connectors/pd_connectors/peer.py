@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,8 @@ if TYPE_CHECKING:
     from pd_connectors.protocol.messages import LeaseRef
     from pd_connectors.pull import Pull
     from pd_connectors.transport import Address, PeerKey
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -47,7 +50,23 @@ class Peer:
     link: LinkSpeed = field(default_factory=LinkSpeed)  # over all of its endpoints
     why_slow: str = ""  # see `slow_link.why_slow`
     is_lost: bool = False  # the connection broke, and no message has arrived since
-    is_doubted: bool = False  # it left a question unanswered, and no message has arrived since
+    doubted: tuple[str, int] | None = None  # the boot that left a question unanswered; no message has arrived since
+
+    @property
+    def name(self) -> str:
+        host, port = self.address
+        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+    def doubt(self, lease: LeaseRef) -> None:
+        """Note, and say once, that the lease's owner does not answer where its tickets say."""
+        if self.doubted is None:
+            causes = "it stands still, the network is cut, or its --advertise-host is wrong"
+            logger.warning("prefill node %s does not answer at %s: %s", lease.engine_id, self.name, causes)
+        self.doubted = lease.engine_id, lease.epoch
+
+    def doubts(self, lease: LeaseRef) -> bool:
+        """Whether the lease is of the boot that left a question unanswered. A later one may just have started."""
+        return self.doubted == (lease.engine_id, lease.epoch)
 
     @property
     def is_wanted(self) -> bool:

@@ -103,16 +103,9 @@ class Pull:
     """One load. Call an input, then carry out what `take_actions` returns. `layout` is ours, see BlockReads."""
 
     def __init__(
-        self,
-        load_id: str,
-        ticket: Ticket,
-        layout: BlockLayout,
-        deadline_s: float,
-        limits: PullLimits,
-        now: float,
-        *,
+        self, load_id: str, ticket: Ticket, layout: BlockLayout, deadline_s: float, limits: PullLimits, now: float, *,
         is_doubted: bool = False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """is_doubted: P has left a question unanswered and sent nothing since, so its first answer is due soon."""
         self.load_id = load_id
         self.ticket = ticket
@@ -150,6 +143,11 @@ class Pull:
         return self.phase in _LIVE
 
     @property
+    def is_attaching(self) -> bool:
+        """True while nothing has been promised to the engine."""
+        return self.phase is LoadPhase.ATTACHING
+
+    @property
     def is_over(self) -> bool:
         """True in a terminal phase: no action follows any more."""
         return self.phase in (LoadPhase.DONE, LoadPhase.DRAINED)
@@ -179,8 +177,18 @@ class Pull:
         self._is_accepted = True
         self._advance(now)
 
+    def trusted(self, now: float) -> None:
+        """P has answered another load: the answer to this one may take as long as ever."""
+        if self._answer_due is not None and not self._is_lost:
+            self._answer_due = max(self._answer_due, now + self._limits.silence_s)
+
+    def detached(self) -> None:
+        """Take the endpoint away from a load that waits for its first announcement."""
+        assert self.is_attaching, f"{self.load_id} was told to be ready"
+        self.endpoint = None
+
     def connected(self, endpoint: PeerKey, now: float) -> None:
-        """Set the endpoint of the lease's owner, which is up. Called once: a load does not outlive its endpoint."""
+        """Set the endpoint of the lease's owner, which is up. A load that is ready does not outlive it."""
         self.endpoint = endpoint
         self._advance(now)
 

@@ -88,8 +88,8 @@ class Reader:
             return
         address = (ticket.host, ticket.port)
         peer = self._peers.setdefault(address, Peer(address, now))
-        layout, limits = self._context.layout, self._limits
-        pull = Pull(load_id, ticket, layout, deadline_s, limits, now, is_doubted=peer.is_doubted)
+        is_doubted = peer.doubts(ticket.lease)
+        pull = Pull(load_id, ticket, self._context.layout, deadline_s, self._limits, now, is_doubted=is_doubted)
         self.loads.add(peer, pull)
         endpoint = peer.endpoint
         if endpoint is None or not endpoint.serves(ticket.lease):
@@ -122,11 +122,9 @@ class Reader:
         peer = self._peers.get(owner)
         if peer is None:
             return
-        if peer.is_doubted:
-            logger.info("the prefill node at %s answers again", _name(peer))
-            if peer.endpoint is not None:  # after a cut its TCP would stand still for as long again
-                self._tear_down(peer, peer.endpoint, LoadFailure.UNREACHABLE, "its connection was silent", now)
-        peer.is_lost = peer.is_doubted = False
+        peer.is_lost = False
+        if peer.doubted is not None:
+            self._answers_again(peer, now)
         match message:
             case HelloReply():
                 self._on_hello_reply(peer, message, now)
@@ -135,6 +133,23 @@ class Reader:
                 self._for_lease(peer, message.lease, lambda pull: pull.lease_state(message, now, age_s), now)
             case ConfirmReply():
                 self._for_lease(peer, message.lease, lambda pull: pull.confirm_reply(message, now), now)
+
+    def _answers_again(self, peer: Peer, now: float) -> None:
+        """Let its loads wait as long as ever. After a cut of the network the endpoint's TCP would stand still for as
+        long again: loads that have nothing of it yet get a new one. One that reads was answered of late, so the silence
+        was short: the endpoint stays, and no prompt is computed twice.
+        """
+        logger.info("the prefill node at %s answers again", peer.name)
+        peer.doubted = None
+        live = [pull for pull in peer.pulls.values() if pull.is_live]
+        is_stale = peer.endpoint is not None and all(pull.is_attaching for pull in live)
+        if is_stale:
+            self._disconnect(peer)
+        for pull in live:
+            pull.trusted(now)
+            if is_stale:
+                pull.detached()
+                self._greet(peer, now)
 
     def on_lost(self, owner: Address, now: float) -> None:
         """The connection to `owner` broke or was refused. A peer that lives reconnects within a moment."""
@@ -199,11 +214,11 @@ class Reader:
 
     def link_speeds(self) -> dict[str, float]:
         """Bytes per second of the link to each peer, by host:port, where enough was read to know it."""
-        return {_name(peer): peer.link.bytes_per_s for peer in list(self._peers.values()) if peer.link.bytes_per_s}
+        return {peer.name: peer.link.bytes_per_s for peer in list(self._peers.values()) if peer.link.bytes_per_s}
 
     def slow_links(self) -> dict[str, bool]:
         """Whether each of these is far slower than it must be."""
-        return {_name(peer): bool(peer.why_slow) for peer in list(self._peers.values()) if peer.link.bytes_per_s}
+        return {peer.name: bool(peer.why_slow) for peer in list(self._peers.values()) if peer.link.bytes_per_s}
 
     # inside
 
@@ -236,7 +251,7 @@ class Reader:
                         peer.link.posted((pull.load_id, number), num_bytes, now)
                 case Emit(event):
                     if pull.is_unanswered and isinstance(event, LoadFailed):
-                        _doubt(peer, pull.ticket)
+                        peer.doubt(pull.ticket.lease)
                     self._emit(event)
         if pull.is_over and self.loads.remove(peer, pull):
             peer.idle_since = now
@@ -267,10 +282,12 @@ class Reader:
             return
         if now >= greeting.deadline:
             peer.greeting = None
-            detail = "no answer to a greeting"
             for pull in peer.pulls.values():
-                _doubt(peer, pull.ticket)
-            self._fail(peer, LoadFailure.UNREACHABLE, detail, now, lambda pull: pull.endpoint is None)
+                if pull.is_live and pull.endpoint is None:
+                    peer.doubt(pull.ticket.lease)
+            self._fail(
+                peer, LoadFailure.UNREACHABLE, "no answer to a greeting", now, lambda pull: pull.endpoint is None
+            )
         elif now >= greeting.hello_at:
             greeting.hello_at = now + HELLO_EVERY_S
             context = self._context
@@ -337,7 +354,7 @@ class Reader:
         link, is_gpu = peer.link, self.memory == "cuda"
         was_slow, told = link.is_slow, peer.why_slow
         link.ended(ended.read_id, now, is_good=not ended.error)
-        where, gbps = _name(peer), link.bytes_per_s / 1e9
+        where, gbps = peer.name, link.bytes_per_s / 1e9
         if link.is_slow and not was_slow and is_gpu:
             logger.warning("KV comes from %s at %.2g GB/s. Likely causes %s", where, gbps, CAUSES)
         is_one_host = peer.address[0] == self._context.host
@@ -379,19 +396,6 @@ class Reader:
         self._disconnect(peer)
         self._forget(peer.address)
         del self._peers[peer.address]
-
-
-def _name(peer: Peer) -> str:
-    host, port = peer.address
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-def _doubt(peer: Peer, ticket: Ticket) -> None:
-    """Note, and say once, that the owner of a lease does not answer where its ticket says."""
-    if not peer.is_doubted:
-        causes = "it stands still, the network is cut, or its --advertise-host is wrong"
-        logger.warning("prefill node %s does not answer at %s: %s", ticket.lease.engine_id, _name(peer), causes)
-    peer.is_doubted = True
 
 
 def _owner(pull: Pull) -> tuple[str, int]:

@@ -7,6 +7,7 @@ import logging
 import socket
 import time
 from typing import TYPE_CHECKING, Any, NamedTuple
+from urllib.parse import quote
 
 import httpx
 
@@ -21,6 +22,7 @@ from pd_connectors.protocol.ticket import (
     NodeOrder,
     sign,
 )
+from pd_http.names import MAX_NAME_CHARS, plain_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -29,8 +31,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("pd_cluster.balance")
 PERIOD_S = 5.0  # between two rounds
-CALL_S = 3.0  # of a router's answer; what it told is not older when a decision is made
+CALL_S = 3.0  # of a router's whole answer, and of finding a name's addresses
 ORDER_S = 10.0  # of an order, which the router passes on to the node
+MAX_WORD_CHARS = 1000  # of what an order tells, which travels in a header
 ORDER_LIFETIME_S = 30.0  # more than clocks differ
 REFUSED_S = 60.0  # after an order that was refused, for a word that differs: what was refused is shown so long
 
@@ -57,6 +60,7 @@ class Balancer:
         self._memory: Memory = {}
         self._word, self._kind = "it has just started", "start"  # of the last round, for the routers
         self._refusal = RefusedOrder("", 0.0)
+        self._failures: dict[str, str] = {}  # by router, to log each once
 
     async def run(self) -> None:
         """Rounds without end. One that fails is logged, and the next one begins anew."""
@@ -71,7 +75,8 @@ class Balancer:
     async def round(self) -> list[BalanceDecision]:
         """Look, decide, order."""
         began_s = self._clock()
-        routers = [url for found in await asyncio.gather(*map(_each, self.routers)) for url in found]
+        found = await asyncio.gather(*map(_each, self.routers))
+        routers = list(dict.fromkeys(url for urls in found for url in urls))
         answers = await asyncio.gather(*(self._ask(url) for url in routers))
         told = [(url, answer) for url, answer in zip(routers, answers, strict=True) if answer is not None]
         snapshot = read_snapshot([answer for _, answer in told], len(routers), self._clock() - began_s)
@@ -85,7 +90,8 @@ class Balancer:
     def _say(self, decisions: Sequence[BalanceDecision]) -> None:
         """Log what differs from the last round in more than its figures, and keep it for the routers."""
         kind = "change" if any(decision.change for decision in decisions) else "hold"
-        word = "; ".join(f"{one.models}: {one.reason}" if len(decisions) > 1 else one.reason for one in decisions)
+        several = len(decisions) > 1
+        word = "; ".join(f"{one.models[:MAX_NAME_CHARS]}: {one.reason}" if several else one.reason for one in decisions)
         if self._is_dry:
             word = f"dry run: {word}"
         if kind == "hold" and self._refusal.reason and self._clock() - self._refusal.at_s < REFUSED_S:
@@ -98,15 +104,17 @@ class Balancer:
         """Nodes and load by this router. None: no answer that can be read."""
         order = self._signed(BALANCE_ACTION, ALL_NODES, self._kind, self._word)
         try:
-            answer = await self._client.post(f"{url}/balance", headers=order, timeout=CALL_S)
+            async with asyncio.timeout(CALL_S):
+                answer = await self._client.post(f"{url}/balance", headers=order, timeout=CALL_S)
             reported: dict[str, Any] = answer.json()
-        except (httpx.HTTPError, ValueError) as error:
-            logger.warning("%s gives no answer: %s", url, error or type(error).__name__)
-            return None
-        if answer.status_code != 200 or "nodes" not in reported or "seen" not in reported:
-            logger.warning("%s answers %d: %s", url, answer.status_code, _why(reported))
-            return None
-        return reported
+            has_told = answer.status_code == 200 and "role_state" in reported
+            why = "" if has_told else f"{answer.status_code}: {_why(reported)}"
+        except (httpx.HTTPError, ValueError, TypeError, TimeoutError) as error:
+            why = f"no answer ({str(error) or type(error).__name__})"
+        if why and why != self._failures.get(url):
+            logger.warning("%s: %s", url, why)
+        self._failures[url] = why
+        return None if why else reported
 
     async def _order(self, url: str, change: RoleChange, reason: str) -> None:
         """Give the order. One that is refused, or that nothing answers, is told; the next round looks anew."""
@@ -116,14 +124,16 @@ class Balancer:
             change.role,
             reason,
             seen_changes=change.seen_changes,
-            seen_total=change.seen_total,
+            seen_state=change.seen_state,
         )
         what = f"{change.node} as a {change.role} node"
         try:
-            answer = await self._client.post(f"{url}/nodes/{change.node}/role", headers=headers, timeout=ORDER_S)
+            path = f"/nodes/{quote(change.node, safe='')}/role"
+            async with asyncio.timeout(ORDER_S):
+                answer = await self._client.post(url + path, headers=headers, timeout=ORDER_S)
             why = "" if answer.status_code == 200 else f"{answer.status_code}: {_why(answer.json())}"
-        except (httpx.HTTPError, ValueError) as error:
-            why = f"no answer ({error or type(error).__name__})"
+        except (httpx.HTTPError, ValueError, TimeoutError) as error:
+            why = f"no answer ({str(error) or type(error).__name__})"
         self._refusal = RefusedOrder(f"{what} was refused: {why}" if why else "", self._clock())
         if why:
             logger.warning("%s", self._refusal.reason)
@@ -131,29 +141,39 @@ class Balancer:
             logger.info("%s: %s", what, reason)
 
     def _signed(
-        self, action: Any, node: str, role: str, reason: str, seen_changes: int = NOT_SEEN, seen_total: int = NOT_SEEN
+        self, action: Any, node: str, role: str, reason: str, seen_changes: int = NOT_SEEN, seen_state: int = NOT_SEEN
     ) -> dict[str, str]:
         until_s = self._wall_clock() + ORDER_LIFETIME_S
         order = NodeOrder(
-            action, node, until_s, role, sender=BALANCE, reason=reason, seen_changes=seen_changes, seen_total=seen_total
-        )
+            action, node, until_s, role, sender=BALANCE, reason=reason[:MAX_WORD_CHARS], seen_changes=seen_changes,
+            seen_state=seen_state,
+        )  # fmt: skip
         return {ORDER_HEADER: sign(self._key, order)}
 
 
 async def _each(url: str) -> list[str]:
-    """A URL for each address of a name with several, as a headless Service has: each router tells its own requests."""
+    """A URL for each address of a name with several, as a headless Service has: each router tells its own requests.
+
+    Of one family: an address of IPv4 and one of IPv6, as of localhost, are the same router, or one of them is none.
+    """
     at = httpx.URL(url)
     try:
-        found = await asyncio.get_running_loop().getaddrinfo(at.host, at.port or 80, type=socket.SOCK_STREAM)
-    except OSError:
+        async with asyncio.timeout(CALL_S):
+            found = await asyncio.get_running_loop().getaddrinfo(at.host, at.port or 80, type=socket.SOCK_STREAM)
+    except (OSError, TimeoutError):
         return [url]
-    hosts = sorted({str(address[0]) for *_, address in found})
-    return [url] if at.scheme == "https" or len(hosts) < 2 else [str(at.copy_with(host=host)) for host in hosts]
+    for family in (socket.AF_INET, socket.AF_INET6):
+        hosts = sorted({str(address[0]) for of, *_, address in found if of == family})
+        if at.scheme != "https" and len(hosts) > 1:
+            return [str(at.copy_with(host=host)) for host in hosts]
+    return [url]
 
 
 def _why(reported: object) -> str:
     error = reported.get("error") if isinstance(reported, dict) else None
-    return str(error.get("message")) if isinstance(error, dict) else "it is no router of this release"
+    if not isinstance(error, dict):
+        return "it is no router of this release"
+    return plain_text(str(error.get("message")), MAX_WORD_CHARS)
 
 
 def _outline(word: str) -> str:

@@ -56,12 +56,12 @@ class GroupLoad(NamedTuple):
 
 
 class RoleChange(NamedTuple):
-    """`node` becomes `role`, if its role, and those of all nodes, have changed as often as was seen."""
+    """`node` becomes `role`, if its role has changed as often, and the router knows of the same nodes, as was seen."""
 
     node: str
     role: str
     seen_changes: int
-    seen_total: int
+    seen_state: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +98,8 @@ def decide(
     if 2 * snapshot.num_answering <= snapshot.num_routers:
         told = f"{snapshot.num_answering} of {snapshot.num_routers} routers answer: no majority"
         return [BalanceDecision("", told)], {}
+    if not snapshot.are_agreed:
+        return [BalanceDecision("", "the routers tell different nodes, or roles or health of them")], {}
     decisions, kept = list[BalanceDecision](), Memory()
     for models, nodes in _groups(snapshot.nodes):
         decision, kept[models] = _Group(snapshot, models, nodes, targets, forecast).decide(memory.get(models, {}))
@@ -123,7 +125,8 @@ class _Group:
     ) -> None:  # fmt: skip
         self._snapshot, self._models, self._nodes = snapshot, models, nodes
         self._targets, self._forecast = targets, forecast
-        names = [name for name in snapshot.arrived_per_s if name in models.split(",")]
+        served = frozenset[str]().union(*(node.names for node in nodes))
+        names = [name for name in snapshot.arrived_per_s if name in served]
         if len({node.models for node in snapshot.nodes}) == 1:
             names += [name for name in snapshot.arrived_per_s if not name]  # of requests that name no model
         self._per_s = sum(snapshot.arrived_per_s[name] for name in names)
@@ -146,7 +149,7 @@ class _Group:
         net, node, role, told = max(found, key=lambda move: after[move[1].role, move[2]].total)
         best = after[node.role, role]
         if best.rounds >= CONFIRMED and best.total >= ENOUGH:
-            change = RoleChange(node.name, role, node.changes, self._snapshot.total_changes)
+            change = RoleChange(node.name, role, node.changes, self._snapshot.role_state)
             return BalanceDecision(self._models, f"{at}; {told}", change, "change"), {}
         much = f"seen in {best.rounds} rounds, of {CONFIRMED}, with {best.total:.2f} of {ENOUGH:.2f} in sum"
         return self._hold(f"{at}; {told}: {much if best.rounds else 'too little'}"), after
@@ -162,6 +165,8 @@ class _Group:
             return f"{len(live)} of {len(nodes)} nodes are healthy and tell their load: no majority"
         if silent := [node.name for node in nodes if node.is_healthy and not node.is_live]:
             return f"nothing is told by {', '.join(silent[:3])}"
+        if earlier := [node.name for node in nodes if not node.tells_orders]:
+            return f"of an earlier release, which obeys what is of another state: {', '.join(earlier[:3])}"
         ordered = [node for node in nodes if node.sender is not None]
         for node in sorted(ordered, key=lambda node: node.order_age_s):
             is_own = node.sender == BALANCE
@@ -175,7 +180,7 @@ class _Group:
         return ""
 
     def _predictor(self) -> Callable[[RoleCounts], Forecast] | None:
-        queued = sum(node.queued_tokens for node in self._nodes)
+        queued = sum(node.queued_tokens for node in self._nodes if node.is_usable)
         if (forecast := self._forecast) is not None:
             load = GroupLoad(self._per_s, self._seen, queued, self._targets)
             return lambda roles: forecast(load, roles)
@@ -202,8 +207,11 @@ class _Group:
             yield gain - cost, node, new, f"{node.name} as a {new} node gains {gain:.2f} and costs {cost:.3f}"
 
     def _has_like(self, node: BalancedNode, role: str) -> bool:
-        """Whether nodes of `role` are like this one: what others do says nothing of an unequal one."""
-        return all(other.shape == node.shape for other in self._nodes if other.role == role)
+        """Whether nodes of `role` are like this one: what others do says nothing of an unequal one.
+
+        Of a dead one nothing is known.
+        """
+        return all(other.is_like(node) for other in self._nodes if other.role == role and other.is_usable)
 
     def _cost(self, node: BalancedNode, role: str) -> float:
         """The share of the requests of HORIZON_S that are later by the change. Streams of a node that still decodes are

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 ROLES = ("prefill", "decode", "mixed")
 BALANCE = "balance"  # the sender of its orders
+LIKE_SHARE = 0.9  # of another node's KV memory
 
 
 class EndedRequest(NamedTuple):
@@ -25,10 +26,12 @@ class BalancedNode:
     name: str
     role: str
     changes: int  # of its role, since its start
-    models: frozenset[str] = frozenset()
-    shape: tuple[object, ...] = ()  # nodes of an equal one can take each other's place
+    models: frozenset[str] = frozenset()  # without adapters
+    names: frozenset[str] = frozenset()  # of models and adapters
+    shape: tuple[object, ...] = ()  # see `is_like`
     is_healthy: bool = True
     is_live: bool = True  # its feed is
+    tells_orders: bool = True  # False: of an earlier release
     sender: str | None = None  # of the last role order; None: there was none; "": an operator
     order_age_s: float = 0.0
     queued_tokens: int = 0
@@ -47,6 +50,11 @@ class BalancedNode:
     def is_usable(self) -> bool:
         return self.is_healthy and self.is_live
 
+    def is_like(self, other: BalancedNode) -> bool:
+        """Whether the two can take each other's place. Equal GPUs do not leave equal bytes to the KV cache."""
+        least, most = sorted((self.kv_tokens, other.kv_tokens))
+        return self.shape == other.shape and least >= LIKE_SHARE * most
+
 
 @dataclass(frozen=True, slots=True)
 class BalanceSnapshot:
@@ -58,10 +66,8 @@ class BalanceSnapshot:
     age_s: float = 0.0  # since the routers answered
     num_answering: int = 1  # of the routers
     num_routers: int = 1
-
-    @property
-    def total_changes(self) -> int:
-        return sum(node.changes for node in self.nodes)
+    role_state: int = 0  # of the router that gets the order
+    are_agreed: bool = True  # the routers tell the same nodes, roles and health
 
 
 def read_snapshot(answers: list[dict[str, Any]], num_routers: int, age_s: float = 0.0) -> BalanceSnapshot:
@@ -76,19 +82,22 @@ def read_snapshot(answers: list[dict[str, Any]], num_routers: int, age_s: float 
             rates[model] = rates.get(model, 0.0) + rate
         for model, rows in answer["seen"].items():
             seen.setdefault(model, []).extend(EndedRequest(*row) for row in rows)
-    nodes = tuple(_node(row) for row in (answers[0]["nodes"] if answers else ()) if row["state"] != "leaving")
+    told = [tuple(_node(row) for row in answer["nodes"] if row["state"] != "leaving") for answer in answers]
+    views = {frozenset((node.name, node.role, node.changes, node.is_healthy) for node in nodes) for nodes in told}
     ended = {model: tuple(sorted(rows)) for model, rows in seen.items()}
-    return BalanceSnapshot(nodes, rates, ended, age_s, len(answers), num_routers)
+    nodes, state = (told[0], answers[0]["role_state"]) if answers else ((), 0)
+    return BalanceSnapshot(nodes, rates, ended, age_s, len(answers), num_routers, state, len(views) < 2)
 
 
 def _node(row: dict[str, Any]) -> BalancedNode:
     load, order = row["load"], row["role_order"]
     engine = load["engine"] or {}
     blocks, size = engine.get("num_blocks", 0), engine.get("block_size", 0)
+    names = frozenset(row["models"] or ())
     return BalancedNode(
-        row["node_id"], row["role"], row["role_changes"] or 0, frozenset(row["models"] or ()),
-        (row["kv_version"], row["tp"], row["max_model_len"], blocks, engine.get("slots", 0)),
-        row["healthy"] and row["state"] == "active", load["feed"] == "live" and bool(engine),
+        row["node_id"], row["role"], row["role_changes"] or 0, names.difference(row["adapters"]), names,
+        (row["kv_version"], row["tp"], row["max_model_len"], engine.get("slots", 0)),
+        row["healthy"] and row["state"] == "active", load["feed"] == "live" and bool(engine), row["tells_orders"],
         None if order is None else order["sender"], 0.0 if order is None else order["age_s"],
         load["queued_tokens"], load["sequences"], engine.get("slots", 0), engine.get("context", 0), blocks * size,
         load["cached_blocks"] * size, load["stream_room"], engine.get("step_ms", 0.0) / 1e3,

@@ -16,6 +16,11 @@ def is_name(value: object) -> TypeGuard[str]:
     return isinstance(value, str) and 0 < len(value) <= MAX_NAME_CHARS and value.isascii() and value.isprintable()
 
 
+def plain_text(text: str, most: int) -> str:
+    """At most `most` characters of a text of another process, on one line: it enters logs and pages."""
+    return "".join(char if char.isprintable() else " " for char in text[:most])
+
+
 @lru_cache(4096)  # 5 us for an address of IPv6
 def client_name(key_name: str, host: str) -> str:
     """A client, where its work at nodes could delay that of others. By its API key; without keys by its address."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import errno
 import socket
+import sys
 from contextlib import suppress
 
 from pd_http.errors import StartupError
@@ -15,14 +16,12 @@ ASK_AFTER_S, ASK_EVERY_S, MOST_MISSES = 10, 5, 4
 # What is not acknowledged is sent again so often. By default the pause doubles up to 2 minutes, so a connection would
 # stand still for as long again after a cut of the network. The 15 repetitions until a break take 27 s and not 15 min
 RESEND_MS = 2000
-_TCP_RTO_MAX_MS = 44  # Linux 6.15; Python does not name it
-_WATCH = (
-    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
-    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, ASK_AFTER_S),
-    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, ASK_EVERY_S),
-    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, MOST_MISSES),
-    (socket.IPPROTO_TCP, _TCP_RTO_MAX_MS, RESEND_MS),
-)
+_TCP_RTO_MAX_MS = 44  # Linux 6.15; Python does not name it, and elsewhere the number means something else
+_WATCH = {
+    "TCP_KEEPIDLE": ASK_AFTER_S,
+    "TCP_KEEPINTVL": ASK_EVERY_S,
+    "TCP_KEEPCNT": MOST_MISSES,
+}  # some Pythons lack some
 
 
 def watch_path(sock: socket.socket) -> None:
@@ -30,8 +29,11 @@ def watch_path(sock: socket.socket) -> None:
 
     A process that stands still is no cut: its kernel answers.
     """
-    for option in _WATCH:
-        with suppress(OSError):
+    options = [(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)]
+    options += [(socket.IPPROTO_TCP, getattr(socket, name), to) for name, to in _WATCH.items() if hasattr(socket, name)]
+    options += [(socket.IPPROTO_TCP, _TCP_RTO_MAX_MS, RESEND_MS)] if sys.platform == "linux" else []
+    for option in options:
+        with suppress(OSError, ValueError):  # uvloop raises this one where the connection has just been closed
             sock.setsockopt(*option)
 
 

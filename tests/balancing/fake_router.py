@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 from typing import Any
+from zlib import crc32
 
 import httpx
 
@@ -56,10 +57,10 @@ class FakeRouter:
         self.ordered.pop(node, None)
 
     def _change(self, order: NodeOrder) -> httpx.Response:
-        total, own = sum(self.changes.values()), self.changes.get(order.node, 0)
+        state, own = self._state(), self.changes.get(order.node, 0)
         if order.node in self.dead:
             return httpx.Response(502, json={"error": {"message": f"node {order.node} gave no answer"}})
-        if order.seen_total not in (NOT_SEEN, total) or order.seen_changes not in (NOT_SEEN, own):
+        if order.seen_state not in (NOT_SEEN, state) or order.seen_changes not in (NOT_SEEN, own):
             return httpx.Response(409, json={"error": {"message": "roles have changed: look again"}})
         self.obeyed.append(order)
         self.change(order.node, order.role, order.sender, order.reason)
@@ -67,10 +68,13 @@ class FakeRouter:
             raise httpx.ReadTimeout("timed out")
         return httpx.Response(200, json={})
 
+    def _state(self) -> int:
+        return crc32(repr([(name, role, self.changes.get(name, 0)) for name, role in self.roles.items()]).encode())
+
     def _told(self) -> dict[str, Any]:
         seen = [(-number / self.per_s, self.lengths[0], 0, self.lengths[1]) for number in range(100)]
         rows = [self._row(name) for name in self.roles]
-        return {"nodes": rows, "arrived_per_s": {MODEL: self.per_s}, "seen": {MODEL: seen}}
+        return {"role_state": self._state(), "nodes": rows, "arrived_per_s": {MODEL: self.per_s}, "seen": {MODEL: seen}}
 
     def _row(self, name: str) -> dict[str, Any]:
         role, order = self.roles[name], self.ordered.get(name)
@@ -83,8 +87,8 @@ class FakeRouter:
         is_live = name not in self.silent | self.dead
         return {
             "node_id": name, "role": role, "role_changes": self.changes.get(name, 0), "role_order": told,
-            "state": "active", "healthy": name not in self.dead, "models": [MODEL], "kv_version": "v/3", "tp": 1,
-            "max_model_len": 8192,
+            "tells_orders": True, "state": "active", "healthy": name not in self.dead, "models": [MODEL],
+            "adapters": {}, "kv_version": "v/3", "tp": 1, "max_model_len": 8192,
             "load": {
                 "feed": "live" if is_live else "lost", "queued_tokens": 0, "sequences": streams, "cached_blocks": 0,
                 "stream_room": None, "engine": engine if is_live else None,

@@ -23,7 +23,12 @@ def a_node(name: str, role: str, **fields: Any) -> BalancedNode:
         "num_slots": 256, "kv_tokens": 900_000, "step_s": 0.006, "token_s": 22e-6, "key_s": 0.7e-9, "context_s": 33e-9,
         "num_streams": 4 if role != "prefill" else 0, "context": 4000 if role != "prefill" else 0,
     }  # fmt: skip
-    return BalancedNode(name, role, fields.pop("changes", 0), **{"models": frozenset({MODEL})} | usual | fields)
+    return BalancedNode(name, role, fields.pop("changes", 0), **_named(usual | fields))
+
+
+def _named(fields: dict[str, Any]) -> dict[str, Any]:
+    models = fields.get("models", frozenset({MODEL}))
+    return {"models": models, "names": models} | fields
 
 
 def nodes_of(prefill: int, decode: int, mixed: int = 0) -> list[BalancedNode]:

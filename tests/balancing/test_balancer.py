@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+import socket
 import time
 from collections import Counter
+from typing import Any
 
 import httpx
 import pytest
 
+from pd_cluster.balancing import balancer
 from pd_cluster.balancing.balancer import Balancer
 from pd_cluster.balancing.decision import CONFIRMED, OPERATOR_S, SETTLE_S
 from tests.balancing.fake_router import KEY, FakeRouter
@@ -51,7 +55,7 @@ async def test_roles_follow_a_load_and_the_reason_travels_with_the_order() -> No
     balance = world.balance()
     await world.rounds(CONFIRMED + 1, balance)
     (order,) = router.obeyed
-    assert (order.sender, order.role, order.seen_changes, order.seen_total) == ("balance", "prefill", 0, 0)
+    assert (order.sender, order.role, order.seen_changes) == ("balance", "prefill", 0)
     assert "as a prefill node gains" in order.reason
     assert ("change", order.reason) in router.words, "and the routers hear it with the next look"
     await world.rounds(60, balance)
@@ -90,6 +94,87 @@ async def test_two_balances_that_looked_before_either_acted() -> None:
     assert router.words[-1][0] == "refused"
     assert "was refused: 409: roles have changed: look again; now: the balance made" in router.words[-1][1]
     assert len(router.obeyed) == 1
+
+
+async def test_an_order_after_which_the_sum_of_changes_is_what_it_was() -> None:
+    """One node starts again, an operator changes another one: what the balance saw is over all the same."""
+    world = World(router := a_router())
+    router.change("d-1", "prefill", "balance")
+    router.change("d-1", "decode", "balance")
+    router.now_s += 2 * SETTLE_S
+    balance = world.balance()
+    await world.rounds(CONFIRMED - 1, balance)
+    told = router._told
+    before = told()
+    router._told = lambda: before  # type: ignore[method-assign]
+    router.restart("d-1", "decode")
+    router.change("d-2", "prefill")
+    router.change("d-2", "mixed")
+    await world.rounds(1, balance)
+    router._told = told  # type: ignore[method-assign]
+    assert router.obeyed == []
+    assert (await world.rounds(1, balance))[0].startswith("an operator made d-2 a mixed node")
+
+
+async def test_routers_that_see_different_nodes_change_nothing() -> None:
+    """A node that one of them does not reach: what decodes for it may be the node that is to read prompts."""
+    world = World(router := a_router(), other := a_router())
+    router.per_s = other.per_s = router.per_s / 2
+    other.dead = {"d-1", "d-2"}
+    (reason,) = await world.rounds(CONFIRMED + 2, balance := world.balance())
+    assert reason == "the routers tell different nodes, or roles or health of them"
+    assert (router.obeyed, other.obeyed) == ([], [])
+    other.dead = set()
+    await world.rounds(CONFIRMED, balance)
+    assert len(router.obeyed) == 1
+
+
+@pytest.mark.parametrize(
+    ("addresses", "asked"),
+    [
+        ({"127.0.0.1": 4, "::1": 6}, ["http://routers:80"]),
+        ({"10.0.0.1": 4, "10.0.0.2": 4, "fd00::1": 6, "fd00::2": 6}, ["http://10.0.0.1:80", "http://10.0.0.2:80"]),
+        ({"fd00::1": 6, "fd00::2": 6}, ["http://[fd00::1]:80", "http://[fd00::2]:80"]),
+    ],
+)
+async def test_an_address_of_each_family_is_one_router(
+    addresses: dict[str, int], asked: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else requests would count twice, or half of the routers never answer."""
+    families = {4: socket.AF_INET, 6: socket.AF_INET6}
+
+    async def getaddrinfo(*_: object, **__: object) -> list[Any]:
+        return [(families[of], socket.SOCK_STREAM, 6, "", (host, 80)) for host, of in addresses.items()]
+
+    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", getaddrinfo)
+    assert [httpx.URL(url) for url in await balancer._each("http://routers:80")] == [httpx.URL(url) for url in asked]
+
+
+async def test_a_router_that_never_ends_its_answer_is_told_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """httpx's deadline is one for each piece."""
+
+    async def stand(_: httpx.Request) -> httpx.Response:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    monkeypatch.setattr(balancer, "CALL_S", 0.01)
+    async with httpx.AsyncClient(transport=httpx.MockTransport(stand)) as client:
+        balance = Balancer(client, ["http://127.0.0.1"] * 2, KEY, TARGETS)
+        for _ in range(2):
+            assert [one.reason for one in await balance.round()] == ["0 of 1 routers answer: no majority"]
+    assert [record.message for record in caplog.records if record.levelname == "WARNING"] == [
+        "http://127.0.0.1: no answer (TimeoutError)"
+    ]
+
+
+async def test_what_a_balance_says_fits_a_header(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(router := a_router())
+    balance = world.balance()
+    monkeypatch.setattr(balance, "_word", "x" * 100_000)
+    await world.rounds(1, balance)
+    assert len(router.words[0][1]) == balancer.MAX_WORD_CHARS
 
 
 async def test_after_an_operators_order_nothing_is_done_for_a_while() -> None:

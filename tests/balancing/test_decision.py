@@ -60,7 +60,7 @@ def test_the_order_names_what_was_seen() -> None:
     nodes = nodes_of(1, 3)
     nodes[0] = replace(nodes[0], changes=4)
     nodes[1] = replace(nodes[1], changes=2, num_streams=0)
-    assert rounds(a_snapshot(nodes))[-1].change == RoleChange("d-0", "prefill", 2, 6)
+    assert rounds(a_snapshot(nodes, role_state=6))[-1].change == RoleChange("d-0", "prefill", 2, 6)
 
 
 @pytest.mark.parametrize(
@@ -140,8 +140,71 @@ def test_unequal_nodes_are_not_exchanged() -> None:
     assert change == RoleChange("d-1", "prefill", 0, 0), "and no prefill node, which is not like all decode nodes"
 
 
+def test_equal_gpus_with_some_blocks_more_or_less_are_exchanged() -> None:
+    """What start-up leaves to the KV cache differs by a few blocks from one GPU to the next."""
+    nodes = [replace(node, kv_tokens=900_000 - 64 * number) for number, node in enumerate(nodes_of(1, 3))]
+    assert rounds(a_snapshot(nodes))[-1].change is not None
+    smaller = [replace(node, kv_tokens=450_000) if node.role == "prefill" else node for node in nodes]
+    assert "no node can change" in rounds(a_snapshot(smaller))[-1].reason
+
+
+def test_a_dead_node_does_not_forbid_changes_of_its_role() -> None:
+    """It tells nothing, so it is like no other; it is the one that is missing."""
+    dead = a_node("d-9", "decode", is_healthy=False, is_live=False, kv_tokens=0, shape=("unknown",))
+    fewer = by_prefills({1: 0.9, 2: 0.6, 3: 0.3})
+    change = rounds(a_snapshot([*nodes_of(3, 1), dead]), forecast=fewer)[-1].change
+    assert change is not None
+    assert change.role == "decode"
+
+
+def test_what_waits_on_a_dead_node_is_no_load_of_the_others() -> None:
+    told = list[Any]()
+
+    def forecast(load: Any, roles: Any) -> Forecast:
+        told.append(load.queued_tokens)
+        return Forecast(1.0, 1.0, 1.0)
+
+    dead = a_node("d-9", "decode", is_healthy=False, queued_tokens=10**6)
+    rounds(a_snapshot([*nodes_of(1, 3), dead]), 1, forecast)
+    assert set(told) == {0}
+
+
+def test_nodes_of_an_earlier_release_change_no_roles() -> None:
+    nodes = nodes_of(1, 3)
+    nodes[2] = replace(nodes[2], tells_orders=False)
+    decision = rounds(a_snapshot(nodes))[-1]
+    assert (decision.change, decision.reason.partition(",")[0]) == (None, "of an earlier release")
+
+
+def test_routers_that_tell_different_nodes_change_no_roles() -> None:
+    decision = rounds(a_snapshot(nodes_of(1, 3), are_agreed=False))[-1]
+    assert (decision.change, decision.reason[:31]) == (None, "the routers tell different node")
+
+
+def test_adapters_part_no_nodes_and_their_requests_are_load() -> None:
+    """One node has an adapter a moment before the others. Names may have commas."""
+    base, tuned = frozenset({"de,mo"}), frozenset({"de,mo", "tuned"})
+    nodes = [replace(node, models=base, names=base) for node in nodes_of(1, 3)]
+    nodes[0] = replace(nodes[0], names=tuned)
+    plain = a_snapshot(nodes)
+    seen = plain.seen["demo"]
+    snapshot = replace(
+        plain, arrived_per_s={"de,mo": 5.0, "tuned": 5.0, "": 1.0},
+        seen={"de,mo": seen[:7], "tuned": seen[7:14], "": seen[14:21]},
+    )  # fmt: skip
+    loads = list[float]()
+
+    def forecast(load: Any, roles: Any) -> Forecast:
+        loads.append(load.per_s)
+        return MORE(load, roles)
+
+    assert rounds(snapshot, forecast=forecast)[-1].change is not None
+    assert set(loads) == {11.0}
+
+
 def test_models_are_balanced_apart_and_one_change_a_round() -> None:
-    others = [replace(node, name=f"o-{node.name}", models=frozenset({"other"})) for node in nodes_of(1, 3)]
+    names = frozenset({"other"})
+    others = [replace(node, name=f"o-{node.name}", models=names, names=names) for node in nodes_of(1, 3)]
     snapshot = a_snapshot([*nodes_of(1, 3), *others])
     (ours, theirs), memory = decide(snapshot, {}, TARGETS, MORE)
     assert "seen in 1 rounds" in ours.reason
@@ -191,5 +254,5 @@ def test_no_change_takes_the_last_node_of_a_kind(
                 assert change.role != node.role
                 assert any(one is not node and one.role == node.role and one.is_healthy for one in nodes)
                 assert 2 * sum(one.is_usable for one in nodes) > len(nodes)
-                assert all(one.shape == node.shape for one in nodes if one.role == change.role)
+                assert all(one.is_like(node) for one in nodes if one.role == change.role and one.is_usable)
                 assert not any(one.sender == "" and one.order_age_s < OPERATOR_S for one in nodes)

@@ -40,7 +40,7 @@ def test_whatever_comes_and_goes_it_is_open_when_nothing_is_connected(number: in
     assert not limit.is_shut
 
 
-@pytest.mark.parametrize("host", ["192.0.2.77", "2001:db8::77", "a-name.invalid"])
+@pytest.mark.parametrize("host", ["192.0.2.77", "2001:db8::77", "fe80::1", "fe80::1%elsewhere", "a-name.invalid"])
 def test_an_address_that_is_translated_and_a_name_are_listened_for_everywhere(host: str) -> None:
     with closing(Gate(2)) as gate:
         gate.listen(host, 0)

@@ -356,6 +356,58 @@ def test_after_a_silence_the_next_loads_wait_a_moment_only(bench: Bench) -> None
     assert bench.outcome("d")[-1] is LoadDrained
 
 
+def doubted(bench: Bench) -> float:
+    """A peer with an endpoint that is up has left a question unanswered. Returns a later time."""
+    bench.finished("a")
+    bench.begin("b")
+    bench.reader.tick(PullLimits().silence_s)
+    assert bench.outcome("b") == [LoadFailure.PEER_FROZEN, LoadDrained]
+    return 50.0
+
+
+def test_the_load_whose_answer_ends_a_silence_is_read_over_a_new_endpoint(bench: Bench) -> None:
+    now = doubted(bench)
+    ticket = bench.begin("c", now=now)
+    bench.announce(ticket, now)
+    assert len(bench.transport.disconnects) == 1
+    bench.answer()
+    assert bench.transport.connects[-1] not in bench.transport.disconnects
+    bench.up()
+    assert bench.outcome("c") == [FirstTokens, LoadReady]
+    bench.reader.reserve(LoadSpec("c", runs(0, (8, 9)), 32), now)
+    bench.finish("c", now)
+    assert bench.outcome("c")[-1] is LoadDone
+
+
+def test_one_answer_gives_all_loads_of_the_peer_their_patience_back(bench: Bench) -> None:
+    now = doubted(bench)
+    ticket, _ = bench.begin("c", now=now), bench.begin("d", now=now)
+    bench.announce(ticket, now)
+    bench.reader.tick(now + 2 * DOUBT_S)
+    assert bench.outcome("d") == [], "its answer comes with the others that have waited"
+    bench.reader.tick(now + PullLimits().silence_s)
+    assert bench.outcome("d") == [LoadFailure.PEER_FROZEN, LoadDrained]
+
+
+def test_a_read_that_outlasts_a_silence_goes_on(bench: Bench) -> None:
+    """P's process stood still for some seconds: what it has computed is not computed again."""
+    other = bench.begin("b", now=0.0)
+    bench.reading("a", now=1.0)
+    bench.reader.tick(PullLimits().silence_s)
+    assert bench.outcome("b") == [LoadFailure.PEER_FROZEN, LoadDrained]
+    bench.announce(other, 6.0)
+    assert bench.transport.disconnects == []
+    bench.finish("a", 6.0)
+    assert bench.outcome("a")[-1] is LoadDone
+
+
+def test_a_boot_that_was_never_silent_is_not_doubted(bench: Bench) -> None:
+    now = doubted(bench)
+    bench.begin("c", epoch=2, now=now)
+    bench.reader.tick(now + DOUBT_S)
+    assert bench.outcome("c") == [], "it may have just started"
+
+
 def test_after_a_greeting_without_answer_the_next_loads_wait_a_moment_only(
     bench: Bench, caplog: pytest.LogCaptureFixture
 ) -> None:

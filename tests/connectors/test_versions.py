@@ -72,7 +72,7 @@ def test_offers_and_orders_are_those_of_version_two() -> None:
     has changed.
     """
     assert sign(KEY, Offer(("u",), 9e3)) == version_two.sign(KEY, version_two.Offer(("u",), 9e3))
-    seen = NodeOrder("role", "n", 9e3, "decode", sender="balance", reason="streams wait", seen_changes=3, seen_total=4)
+    seen = NodeOrder("role", "n", 9e3, "decode", sender="balance", reason="streams wait", seen_changes=3, seen_state=4)
     pairs: list[tuple[Any, Any]] = [
         (Offer(("http://p:1",), 9e3), version_two.Offer(("http://p:1",), 9e3)),
         (

@@ -108,7 +108,7 @@ async def test_a_balance_hears_nodes_and_load_and_its_word_is_shown() -> None:
             word = (await call(router, "GET", path, {}))[1]["balance"]
             assert (word["sender"], word["kind"], word["reason"]) == ("balance", "change", "prompts wait")
         await change(router, "d-1", "mixed", sender="balance", reason="prompts wait")
-        await change(router, "d-1", "prefill", sender="balance", seen_total=9)
+        await change(router, "d-1", "prefill", sender="balance", seen_state=9)
         for result in ("obeyed", "refused"):
             assert router.count("pd_router_role_orders_total", sender="balance", result=result) == 1
 

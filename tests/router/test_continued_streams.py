@@ -13,7 +13,7 @@ import pytest
 from pd_connectors.protocol.feed import CHARGE_HEADER, PREFILL_CHARGE_HEADER
 from pd_connectors.protocol.stream_codec import encode_message
 from pd_connectors.protocol.ticket import Offer, verify
-from pd_http.frames import ChoiceProgress, Frame
+from pd_http.frames import FRAMES_HEADER, ChoiceProgress, Frame
 from pd_router.requests.continued_stream import OUTLIVED_TOKENS
 from tests.deadlines import HANG_S
 from tests.router import fake_nodes as fakes
@@ -183,6 +183,23 @@ async def test_with_no_node_left_the_client_is_told(end: End) -> None:
         assert not nodes[1].seen
         assert not nodes[2].seen
         await router.idle()
+
+
+async def test_a_prefill_node_goes_on_where_the_other_decode_nodes_write_another_stream() -> None:
+    """While versions are replaced: the decode node that is left is of the next one."""
+    script = FramedScript(STREAM, [(MIDDLE, End.BREAKS)])
+    old, new = framed_nodes(script)
+    new.stream_version, new.script = "version-2", fakes.refuse(503)
+
+    async def read_or_go_on(node: FakeNode, request: web.Request, seen: Seen) -> web.StreamResponse:
+        return await (script if FRAMES_HEADER in seen.headers else fakes.prefill)(node, request, seen)
+
+    prefill = FakeNode("prefill", read_or_go_on)
+    prefill.stream_version = old.stream_version
+    async with running(old, new, prefill), serving([prefill], [old, new], **LENIENT) as router:
+        assert await ask(router) == (STREAM.text, True)
+        assert outcomes(router) == {"continued": 1}
+        assert "continuation" in prefill.seen[-1].body["kv_transfer_params"]
 
 
 async def test_a_stream_waits_for_a_node_that_starts_again() -> None:

@@ -102,6 +102,28 @@ def test_another_role_is_another_node_if_it_tells_none_itself() -> None:
     assert (before.gone, before.role, after.role) == (True, Role.PREFILL, Role.MIXED)
 
 
+def test_what_a_sender_saw_is_more_than_a_sum() -> None:
+    """One node starts again, another one changes its role, is drained, comes or goes: each is another state."""
+    specs = [NodeSpec(f"http://{name}:1", Role.DECODE) for name in "abc"]
+    table = NodeTable(RouterConfig(start_empty=True), lambda: 0.0)
+    table.apply(FLAGS, specs[:2])
+    first, second = table.nodes
+    first.epoch, second.epoch = 1, 1
+    first.receive_role("decode", 2)
+    seen = [table.role_state]
+    first.epoch, first.role_changes = 2, 0
+    second.receive_role("decode", 2)
+    seen.append(table.role_state)
+    second.draining = True
+    seen.append(table.role_state)
+    table.apply(FLAGS, specs)
+    seen.append(table.role_state)
+    table.apply(FLAGS, specs[1:])
+    seen.append(table.role_state)
+    assert len(set(seen)) == len(seen)
+    assert table.role_state == seen[-1]
+
+
 # --- orders
 
 pytestmark = pytest.mark.anyio
@@ -130,15 +152,19 @@ async def test_of_two_orders_that_saw_the_same_one_acts() -> None:
     """Two balancers, of which each chose another node; then one for a node that an operator has changed meanwhile."""
     nodes = [a_node("decode", f"d-{number}") for number in range(4)]
     async with running(*nodes), serving(decode=nodes) as router:
-        seen = {"sender": "balance", "reason": "prompts wait", "seen_changes": 0, "seen_total": 0}
+        table = router.services.table
+        await until(lambda: all(node.epoch is not None for node in table.nodes))
+        seen = {"sender": "balance", "reason": "prompts wait", "seen_changes": 0, "seen_state": table.role_state}
         answers = await asyncio.gather(*(change(router, name, "prefill", **seen) for name in ("d-0", "d-1")))
         assert sorted(status for status, _ in answers) == [200, 409]
         (refusal,) = (told["error"]["message"] for status, told in answers if status == 409)
-        assert "have changed 1 times, the sender of the order saw 0" in refusal
+        assert "roles have changed since the sender of the order saw them" in refusal
         (told,) = (told for status, told in answers if status == 200)
         assert (told["role_order"]["sender"], told["role_order"]["reason"]) == ("balance", "prompts wait")
         assert (await change(router, "d-2", "mixed"))[1]["role_order"]["sender"] == ""
-        status, told = await change(router, "d-2", "prefill", **seen | {"seen_total": 2})
+        await poll(router)
+        assert [node.tells_orders for node in table.nodes].count(True) == 2, "the others are of an earlier release"
+        status, told = await change(router, "d-2", "prefill", **seen | {"seen_state": table.role_state})
         assert (status, "it has changed" in told["error"]["message"]) == (409, True)
         assert sorted(roles(router).values()) == ["decode", "decode", "mixed", "prefill"]
 

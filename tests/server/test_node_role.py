@@ -67,7 +67,7 @@ def test_what_is_no_role_changes_nothing() -> None:
     role = NodeRole("mixed", lambda message: None)
     with pytest.raises(InvalidRequest, match="encode"):
         role.change("encode")
-    assert role.report() == {"role": "mixed", "role_changes": 0, "num_draining": 0}
+    assert role.report() == {"role": "mixed", "role_changes": 0, "num_draining": 0, "role_order": None}
 
 
 def test_an_order_of_a_sender_that_saw_another_number_of_changes_changes_nothing() -> None:
@@ -99,17 +99,25 @@ async def test_a_late_order_is_refused_with_what_the_node_is_now() -> None:
         assert heard(node) == []
 
 
-def signed(role: str) -> dict[str, str]:
-    return {"x-pd-order": sign(KEY, NodeOrder("role", "node", FAR, role))}
+def signed(role: str, **fields: Any) -> dict[str, str]:
+    return {"x-pd-order": sign(KEY, NodeOrder("role", "node", FAR, role, **fields))}
 
 
-async def change(node: Node, role: str) -> tuple[int, Any]:
-    return await call(node.session, "POST", node.url + ROLE_PATH, headers=signed(role))
+async def change(node: Node, role: str, **fields: Any) -> tuple[int, Any]:
+    return await call(node.session, "POST", node.url + ROLE_PATH, headers=signed(role, **fields))
 
 
 def heard(node: Node) -> list[str]:
     """The roles that the engine has heard of."""
     return [message.role for message in node.engine.sent if isinstance(message, SetRole)]
+
+
+async def test_what_an_order_says_stays_on_one_line() -> None:
+    """It enters logs: a reason with a line break would look like a line of the node's own."""
+    async with running(FakeEngine(says([5]))) as node:
+        status, told = await change(node, "decode", sender="balance\nrole", reason="fine\r\nERROR: no \x1b[31m")
+        assert status == 200
+        assert (told["role_order"]["sender"], told["role_order"]["reason"]) == ("balance role", "fine  ERROR: no  [31m")
 
 
 async def test_an_order_changes_what_the_node_tells() -> None:

@@ -82,11 +82,11 @@ class NodeOrder(msgspec.Struct, frozen=True, tag=True):
     # Of a router's order to a node: prepare reads the files; hold gives the name its meaning; drop ends a prepare
     step: Literal["prepare", "hold", "drop"] = "hold"
     # For "role". `sender`: "": an operator. `reason`: of the sender, in logs and GET /nodes. What the sender saw:
-    # `role_changes` of the node, and their sum over all nodes of the router; NOT_SEEN: it obeys whatever has changed
+    # `role_changes` of the node, and the router's `NodeTable.role_state`; NOT_SEEN: it obeys whatever has changed
     sender: str = ""
     reason: str = ""
     seen_changes: int = NOT_SEEN
-    seen_total: int = NOT_SEEN
+    seen_state: int = NOT_SEEN
 
 
 Statement = TypeVar("Statement", Ticket, Offer, NodeOrder)

@@ -62,7 +62,8 @@ class UnitView:
 
 @dataclass(frozen=True, slots=True)
 class RoutedNode:
-    """A node in a router's `GET /nodes`. `outstanding`: unfinished work that this router sent it."""
+    """A node in a router's `GET /nodes`. `outstanding`: unfinished work that this router sent it. `has_moved`: by role
+    orders, so its role is its own."""
 
     url: str
     role: str
@@ -70,6 +71,7 @@ class RoutedNode:
     healthy: bool
     posted: bool
     outstanding: int
+    has_moved: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,7 +247,7 @@ def unit_orders(units: Iterable[UnitView], table: Iterable[RoutedNode]) -> list[
     result = [UnitOrder("remove", _netloc(url)) for url in known if url not in wanted]
     for url, unit in wanted.items():
         node = known.get(url)
-        if node is None or node.role != unit.role:
+        if node is None or (node.role != unit.role and not node.has_moved):
             result.append(UnitOrder("add", url, unit.role))
         if unit.phase is not UnitPhase.READY and (node is None or node.state == "active"):
             result.append(UnitOrder("drain", _netloc(url)))

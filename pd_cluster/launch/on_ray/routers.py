@@ -34,6 +34,7 @@ class _Entry(msgspec.Struct):
     healthy: bool
     source: str | None
     outstanding: _Outstanding
+    role_changes: int | None = None
 
 
 class _Table(msgspec.Struct):
@@ -75,7 +76,7 @@ class Routers:
         return tuple(
             RoutedNode(
                 entry.url, entry.role, entry.state, entry.healthy, entry.source == "posted",
-                entry.outstanding.prefill_bytes + entry.outstanding.sequences,
+                entry.outstanding.prefill_bytes + entry.outstanding.sequences, bool(entry.role_changes),
             )
             for entry in table.nodes
         )  # fmt: skip

@@ -86,11 +86,12 @@ class NodeRole:
 
     def report(self) -> dict[str, Any]:
         """The fields of /health, and of the answer to a role order."""
-        told: dict[str, Any] = {"role": self.name, "role_changes": self.changes, "num_draining": self.num_draining}
+        order = None  # an order, or none: told in any case, so that routers tell this release from earlier ones
         if self._order is not None:  # an age, because clocks differ
             sender, reason, at_s = self._order
-            told["role_order"] = {"sender": sender, "reason": reason, "age_s": round(self._clock() - at_s, 1)}
-        return told
+            order = {"sender": sender, "reason": reason, "age_s": round(self._clock() - at_s, 1)}
+        counts = {"role_changes": self.changes, "num_draining": self.num_draining}
+        return {"role": self.name, **counts, "role_order": order}
 
     def _tell_engine(self) -> None:
         self._is_due = False

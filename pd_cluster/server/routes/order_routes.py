@@ -14,6 +14,7 @@ from pd_cluster.protocol.messages import ResetCache, StartProfile, StopProfile
 from pd_connectors.protocol.errors import HandoffError, ProtocolMismatch
 from pd_connectors.protocol.ticket import ORDER_HEADER, ROLE_ACTION, NodeOrder, verify
 from pd_http.endpoints import LOAD_PATH, NODE_ACTIONS
+from pd_http.names import plain_text
 from pd_http.reply import json_response
 
 if TYPE_CHECKING:
@@ -50,7 +51,8 @@ async def _change_role(state: NodeState, request: Request) -> Response:
     _ = state.ready
     if state.draining:
         raise EngineUnavailable("this node is shutting down")
-    state.role.change(order.role, order.sender[:MAX_WORD_CHARS], order.reason[:MAX_WORD_CHARS], order.seen_changes)
+    sender, reason = (plain_text(text, MAX_WORD_CHARS) for text in (order.sender, order.reason))
+    state.role.change(order.role, sender, reason, order.seen_changes)
     return json_response(state.role.report())
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from pd_connectors.protocol.ticket import BALANCE_ACTION, ORDER_HEADER
+from pd_http.names import plain_text
 from pd_http.reply import json_response
 from pd_router.records.recent_load import LoadPart, total_load
 
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from pd_router.sources.posted import PostedNodes
 
 LOAD, WORD = "balance_load", "balance_word"  # topics of `Workers.ask`
-MAX_REASON_CHARS = 1000
+MAX_SENDER_CHARS, MAX_REASON_CHARS = 100, 1000
 KINDS = ("start", "hold", "change", "refused")
 
 
@@ -45,13 +46,17 @@ class BalanceBoard:
         order = self._posted.read(request.headers.get(ORDER_HEADER), BALANCE_ACTION)
         kind = order.role if order.role in KINDS else "hold"
         before, self._heard_s = self._word, self._s.table.clock()
-        self._word = {"sender": order.sender[:100], "kind": kind, "reason": order.reason[:MAX_REASON_CHARS]}
+        self._word = {
+            "sender": plain_text(order.sender, MAX_SENDER_CHARS), "kind": kind,
+            "reason": plain_text(order.reason, MAX_REASON_CHARS),
+        }  # fmt: skip
         if before != self._word:
             self._s.metrics.balance_decisions.labels(kind).inc()
         others = await self._workers.ask(LOAD)
         parts = [msgspec.convert(other, LoadPart) for other in others.values() if other is not None]
         load = total_load([self._s.recent.load.part(), *parts])
-        return json_response({"nodes": await self._views.nodes(), **msgspec.to_builtins(load)})
+        state = self._s.table.role_state  # before the nodes: what changes between the two makes an order be refused
+        return json_response({"role_state": state, "nodes": await self._views.nodes(), **msgspec.to_builtins(load)})
 
     async def word(self) -> dict[str, Any] | None:
         """The newest word to any worker. None: no balance has asked."""

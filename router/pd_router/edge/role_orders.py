@@ -61,19 +61,15 @@ class RoleOrders:
         async with self._turn:
             if node.gone:
                 raise NodeConflict(f"node {node.node_id} is leaving: it was removed and finishes its requests")
-            self._check_total(order)
+            self._check_state(order)
             if role is Role.PREFILL and node.role is not role and not order.is_forced:
                 self._check_decodes(node)
             await self._tell(node, role, order)
 
-    def _check_total(self, order: NodeOrder) -> None:
-        """Raises NodeConflict if another order has changed a role since the sender of this one looked."""
-        total = self._s.table.num_role_changes
-        if order.seen_total not in (NOT_SEEN, total):
-            raise NodeConflict(
-                f"roles of this router's nodes have changed {total} times, the sender of the order saw "
-                f"{order.seen_total}: look again, another may have acted"
-            )
+    def _check_state(self, order: NodeOrder) -> None:
+        """Raises NodeConflict if a role has changed, or a node come or gone, since the sender of the order looked."""
+        if order.seen_state not in (NOT_SEEN, self._s.table.role_state):
+            raise NodeConflict("nodes or roles have changed since the sender of the order saw them: look again")
 
     def _check_decodes(self, node: Node) -> None:
         """Raises NodeConflict if a model of `node` would be left without a healthy node that decodes."""
@@ -83,8 +79,8 @@ class RoleOrders:
         if left:
             which = "" if node.models is None else f" for {', '.join(left)}"
             raise NodeConflict(
-                f"no other node that decodes is healthy{which}: all requests would get 503. --force changes the role "
-                "all the same"
+                f"no other node that decodes is healthy{which}: prefill nodes would serve alone, or requests get 503. "
+                "--force changes the role all the same"
             )
 
     async def _tell(self, node: Node, role: Role, given: NodeOrder) -> None:

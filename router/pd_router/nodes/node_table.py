@@ -12,6 +12,7 @@ from math import inf
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 from weakref import WeakValueDictionary
+from zlib import crc32
 
 from pd_connectors.protocol.adapters import LEVELS, ON_FILE
 from pd_http.body import longest_body
@@ -73,6 +74,7 @@ class Node:
     failures_in_row: int = 0
     role_changes: int | None = None  # since its boot, by its own word for its role; None: it has not reported its role
     role_order: RoleOrderNote | None = None  # the last one that the node has told
+    tells_orders: bool = False  # an earlier release obeys what is of another state, and tells no order
     num_ranks: int = 0  # GPUs of the node; 0: /health does not name them
     kv_version: str = ""  # nodes with an equal one use each other's KV; "": not reported, so it may pair with any node
     epoch: int | None = None  # of the engine's boot; None: /health does not name it
@@ -262,9 +264,13 @@ class NodeTable:
         self.answers.keep(frozenset().union(*(node.models or () for node in self.nodes)))
 
     @property
-    def num_role_changes(self) -> int:
-        """Of all nodes since their starts: an order that names another number was decided on another state."""
-        return sum(node.role_changes or 0 for node in self.nodes)
+    def role_state(self) -> int:
+        """Names the nodes with their boots, roles and drains: an order that saw another number is of another state.
+
+        A sum of changes is not enough: one node that restarts and another that changes leave it as it was.
+        """
+        told = sorted((n.node_id, n.epoch or 0, n.role.value, n.role_changes or 0, n.draining) for n in self.nodes)
+        return crc32(repr(told).encode())
 
     def find(self, name: str) -> list[Node]:
         """The nodes with the id or host:port `name`; if there are none, those that are leaving."""
@@ -281,15 +287,15 @@ class NodeTable:
             if n.role in wanted and n.is_healthy(now_s) and n.serves(model) and not (is_adapter and n.models is None)
         ]
 
-    def answering(self, model: str | None) -> list[Node]:
+    def answering(self, model: str | None, among: Callable[[list[Node]], list[Node]] = list) -> list[Node]:
         """The healthy nodes that may generate: those that decode, and where there is none, the prefill nodes that can.
 
-        Those of other engines may be unable to. A node that writes frames is able to.
+        Those of other engines may be unable to. A node that writes frames is able to. `among`: those that may at all.
         """
-        found = self.healthy(DECODERS, model)
+        found = among(self.healthy(DECODERS, model))
         if found or not self._keeps:
             return found
-        return [node for node in self.healthy((Role.PREFILL,), model) if node.stream_version]
+        return among([node for node in self.healthy((Role.PREFILL,), model) if node.stream_version])
 
     def known_name(self, model: str | None) -> str:
         """`model` if a node tells that it serves it, else "": metrics and logs take no other text of clients."""
@@ -364,6 +370,7 @@ class NodeTable:
             "role": node.role.value,
             "role_changes": node.role_changes,
             "role_order": None if node.role_order is None else node.role_order.told(now_s),
+            "tells_orders": node.tells_orders,
             "url": node.url,
             "healthy": node.is_healthy(now_s),
             "down_s": None if node.down_since_s is None else round(now_s - node.down_since_s, 1),

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from pd_http.names import plain_text
+
 MAX_WORD_CHARS = 300  # of a node's text, which GET /nodes repeats
 
 
@@ -24,7 +26,7 @@ class RoleOrderNote:
         sender, reason, age_s = told.get("sender"), told.get("reason"), told.get("age_s")
         if not isinstance(sender, str) or not isinstance(reason, str) or not isinstance(age_s, int | float):
             return None
-        return cls(sender[:MAX_WORD_CHARS], reason[:MAX_WORD_CHARS], now_s - max(0.0, age_s))
+        return cls(plain_text(sender, MAX_WORD_CHARS), plain_text(reason, MAX_WORD_CHARS), now_s - max(0.0, age_s))
 
     def told(self, now_s: float) -> dict[str, Any]:
         return {"sender": self.sender, "reason": self.reason, "age_s": round(now_s - self.at_s, 1)}

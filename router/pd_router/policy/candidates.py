@@ -55,11 +55,11 @@ def to_generate(
     `resume_nodes`: of a stream that was cut, the only nodes that may answer. Raises ModelNotFound, NoNode.
     """
     reads, answers = _sides(table, model)
-    has_decodes = bool(answers)
-    if not has_decodes and settings.decode_on_prefill == "auto":
-        answers = table.answering(model)
     if resume_nodes is not None:
         answers = [node for node in answers if node in resume_nodes]
+    has_decodes = bool(answers)
+    if not has_decodes and settings.decode_on_prefill == "auto":
+        answers = table.answering(model) if resume_nodes is None else [node for node in reads if node in resume_nodes]
     prefills, decodes = _rotated(reads, turn), _rotated(answers, turn)
     if not decodes:
         raise _no_node("no healthy node can decode", model)

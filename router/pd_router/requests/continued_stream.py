@@ -163,4 +163,5 @@ class ContinuedStream:
         return leg
 
     def _candidates(self) -> list[Node]:
-        return self._resume_nodes.among(self._s.table.answering(self._body.model))
+        """Prefill nodes too, where no node that decodes writes the same stream: as while versions are replaced."""
+        return self._s.table.answering(self._body.model, self._resume_nodes.among)

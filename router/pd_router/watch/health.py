@@ -136,6 +136,7 @@ class HealthPoller:
         if restarted or (isinstance(epoch, int) and node.drained_epoch is not None):
             node.draining = epoch == node.drained_epoch
         node.receive_role(report.get("role"), report.get("role_changes", 0))
+        node.tells_orders = "role_order" in report
         node.role_order = RoleOrderNote.read(report.get("role_order"), self._table.clock())
         num_ranks = report.get("tp")
         node.num_ranks = num_ranks if isinstance(num_ranks, int) else 0
