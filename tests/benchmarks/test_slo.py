@@ -75,7 +75,7 @@ def test_settings_have_any_number_of_nodes() -> None:
     assert Setting.parse("1P1D-TP2") == Setting("1P1D-TP2", RoleCounts(1, 1), num_ranks=2)
     assert [Setting.parse(name).num_gpus for name in ("2P2D", "4M", "1P1D-TP2")] == [4, 4, 4]
     for name in ("", "2P", "0M", "1P1D-TP3", "1P1D-TP", "1P1D-TPx"):
-        with pytest.raises(StartupError, match="is not like 2P1D|nodes have one rank"):
+        with pytest.raises(StartupError, match=r"is not like 2P1D|nodes have one rank"):
             Setting.parse(name)
 
 
