@@ -299,6 +299,7 @@ def _planned(shape: str, measured_file: str, results: Path) -> str:
     runs = latest_runs(results, measured_file)
     before = _simulated(results, shape, "slack", 1.0, "slo_before_planner.jsonl")
     planned = _simulated(results, shape, "slack", 1.0, "slo_planned.jsonl")
+    mended = _simulated(results, shape, "slack", 1.0, "slo_mended.jsonl")
 
     def told(figures: Record) -> str:
         shares = [*figures["by_draw"], *figures.get("by_steps", ())]
@@ -314,9 +315,11 @@ def _planned(shape: str, measured_file: str, results: Path) -> str:
         seen = f"{run['summary']['attained']['200/10']:.2f}, {spreads['ttft']['p90_ms']:.0f}"
         rows.append(
             [PRESETS[workload].title, setting, f"**{seen}, {spreads['tpot']['p99_ms']:.1f}**",
-             told(before[workload, setting]), told(figures)]
+             told(before[workload, setting]), told(figures),
+             *([told(mended[workload, setting])] if mended else [])]
         )  # fmt: skip
     head = ["share within 200/10, TTFT p90, TPOT p99", "", "**measured**", "simulated before", "planned"]
+    head += ["mended"] * bool(mended)
     return _markdown(head, rows) if rows else ""
 
 

@@ -30,6 +30,13 @@ PROMPT_MS = (
 )
 NUM_EXPERTS, CHOSEN_SHARE = 128, 8 / 128  # of a layer, and the share that a token chooses
 BESIDE_TOKENS = 1024
+# ms of decodes alone without their contexts, by captured size: 1, 32, 128 and 256 of `python -m benchmarks gpu`; 8, 16,
+# 40, 48 and 64 of 5, 13, 33, 41 and 64 decodes in traces of served workloads; 2 and 4 by the time between tokens of
+# 4096 in, 128 out; 24 lies on the curve of experts
+MIXTURE_MS = (
+    (1, 2.17), (2, 2.82), (4, 3.9), (8, 4.68), (16, 6.79), (24, 7.72), (32, 8.3), (40, 8.92), (48, 9.43), (64, 10.19),
+    (128, 10.2), (256, 11.33),
+)  # fmt: skip
 # A key of a prompt's token. Few tokens are cut into tiles that are shared. From 372 on tiles are large, and as many
 # run at once as make WAVE_TOKENS: behind 40,000 tokens steps of 64 / 128 / 256 / 384 / 512 / 768 / 1,024 / 2,046 take
 # 8.6, 11.8, 17.4, 24.2, 27.8, 46.5, 53.2 and 109 ms (H200)
@@ -63,29 +70,31 @@ class DenseDevice(Device):
 class MixtureDevice(Device):
     """The shape of Qwen3-30B-A3B in float8: a step reads the experts that its tokens choose.
 
-    Measured while two mixed nodes, and a prefill and a decode node, served Azure's requests and 1024 in, 256 out: 5,
-    13, 25, 33, 41 and 64 decodes after 1,150 tokens take 4.8, 7.1, 8.8, 9.7, 10.4 and 11.7 ms, here 5.0, 6.9, 9.0,
-    9.6, 10.1 and 11.0. Alone (`python -m benchmarks gpu`) 32, 128 and 256 take 9.0, 12.8 and 16.7, here 9.1, 13.1 and
-    17.2, and one 2.2, here 2.4. A prompt of 1,024 tokens takes 14 to 16 ms, here 14.1; beside 26 decodes 23.0, here
-    22.9: with random weights the tokens of one prompt choose few experts, and decodes read the others.
+    With random weights the tokens of one prompt choose few experts: from some hundreds on their products compute, while
+    those of decodes read weights, so that both take their time one after the other. 1,024 tokens of a prompt alone take
+    15.8 ms, here 15.7, beside 26 decodes 23.0, here 23.0 (traces of two served workloads). Beside 3 decodes, 2,045
+    tokens after 2,045 take 25 to 30 (ITL p99 and the longest of 4096 in, 128 out on two mixed nodes), here 27.8; with
+    as much beside any decodes as beside 26 it was 32.
     """
 
     step_s: float = 1.95e-3
+    prompts_s: float = 1.5e-3  # more in a step with prompts
     expert_s: float = 55.2e-6  # for each of NUM_EXPERTS that a layer reads
-    decode_s: float = 9.6e-6
     context_s: float = 20.5e-9
     token_s: float = 4.58e-6
     key_s: float = 1.0e-9
-    beside_s: float = 7.2e-6  # more for each of the first BESIDE_TOKENS beside decodes
+    beside_s: float = 7.2e-6  # more for each of the first BESIDE_TOKENS beside decodes that read all experts
 
     def seconds(self, work: StepWork) -> float:
-        total = _padded(work)
-        num_experts = NUM_EXPERTS * (1 - (1 - CHOSEN_SHARE) ** total)
-        decodes_s = self.decode_s * work.num_decodes + self.context_s * work.context
-        prompts_s = self.token_s * (total - work.num_decodes if work.num_tokens else 0) + self.key_s * work.num_keys
-        if work.num_decodes:
-            prompts_s += self.beside_s * min(work.num_tokens, BESIDE_TOKENS)
-        return self.step_s + self.expert_s * num_experts + decodes_s + prompts_s
+        num = work.num_decodes
+        decodes_s = _between(MIXTURE_MS, num if work.num_tokens else _padded(work)) / 1e3 if num else self.step_s
+        decodes_s += self.context_s * work.context
+        if not work.num_tokens:
+            return decodes_s
+        total, read = _padded(work), _experts(num)
+        beside_s = self.beside_s * min(work.num_tokens, BESIDE_TOKENS) * read / NUM_EXPERTS
+        prompts_s = self.prompts_s + self.expert_s * (_experts(total) - read) + self.token_s * (total - num)
+        return decodes_s + prompts_s + beside_s + self.key_s * work.num_keys
 
 
 # By shape and number of ranks. Of two (2e7808b, 1k context) were measured: decode 1 / 32 / 128 / 256 in 2.95 / 3.52 /
@@ -97,6 +106,10 @@ DEVICES: dict[tuple[str, int], Device] = {
     ("30b-a3b-fp8", 1): MixtureDevice(),
 }
 SHAPES = tuple(dict.fromkeys(shape for shape, _ in DEVICES))
+
+
+def _experts(num_tokens: int) -> float:
+    return NUM_EXPERTS * (1 - (1 - CHOSEN_SHARE) ** num_tokens)
 
 
 def _padded(work: StepWork) -> int:

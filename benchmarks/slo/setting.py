@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -17,35 +16,27 @@ from pd_cluster.planning.step_table import packaged_tables
 if TYPE_CHECKING:
     from pd_cluster.planning.simulated_node import Rule
 
-_NAME = re.compile(r"(?:(?P<prefills>[1-9]\d*)P(?P<decodes>[1-9]\d*)D|(?P<mixed>[1-9]\d*)M)(?:-TP(?P<ranks>[1-9]\d*))?")
-
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """Nodes of a cluster: NPMD or NM, each of one GPU; with -TP2 of two."""
+    """Nodes of a cluster, each of one GPU; with -TP2 of two."""
 
     name: str
-    num_prefills: int
-    num_decodes: int  # or mixed ones
+    roles: RoleCounts
     num_ranks: int = 1
 
     @classmethod
     def parse(cls, name: str) -> Setting:
         """Raises StartupError."""
-        found = _NAME.fullmatch(name)
-        num_ranks = int(found["ranks"] or 1) if found else 0
-        if found is None or (SHAPES[0], num_ranks) not in DEVICES:
-            raise StartupError(f"setting {name!r} is not like 2P1D or 3M, with -TP2 for nodes of two ranks")
-        return cls(name, int(found["prefills"] or 0), int(found["decodes"] or found["mixed"]), num_ranks)
+        counts, _, ranks = name.partition("-TP")
+        num_ranks = int(ranks) if ranks.isdecimal() else 0 if "-TP" in name else 1
+        if (SHAPES[0], num_ranks) not in DEVICES:
+            raise StartupError(f"setting {name!r}: nodes have one rank, or with -TP2 two")
+        return cls(name, RoleCounts.parse(counts), num_ranks)
 
     @property
     def num_gpus(self) -> int:
-        return (self.num_prefills + self.num_decodes) * self.num_ranks
-
-    @property
-    def roles(self) -> RoleCounts:
-        has_prefills = self.num_prefills > 0
-        return RoleCounts(self.num_prefills, self.num_decodes * has_prefills, self.num_decodes * (not has_prefills))
+        return self.roles.total * self.num_ranks
 
     def cluster(self, rule: Rule, seed: int, shape: str = SHAPES[0], *, as_planned: float = 0.0) -> SimulatedCluster:
         """`as_planned`: with the packaged step table, of steps so many times as long, and the delays of

@@ -10,6 +10,7 @@ import heapq
 from collections import deque
 from enum import Enum
 from math import inf
+from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 from pd_cluster.scheduling.step_model import StepWork, keys_of
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 ROUND = 64  # tokens of prompts that a step beside streams takes, at least and in multiples
 GAP = 3  # times the target of a stream's time per token that one step may take
 LEAST_SAVED_S, LEAST_SHARE = 1e-6, 0.1  # of the steps, with prompts that wait
+ROUGH = 4096  # tokens of context between which steps are not told apart
 SPILL = 1.5  # a node that also decodes reads a prompt if it is so many times as soon
 
 
@@ -50,22 +52,22 @@ class CoarseNode:
         self._key_s = (device.seconds(far) / device.step_tokens - self.token_s) / 8192
         self.num_streams = self.context = 0
         self.step_s, self._step_tokens = inf, 0.0
+        self.stream_s = self._read_s = 0.0  # a step with one stream more, and a token of a prompt that comes
         self._tokens = self._read = self._asked = self._at_s = 0.0  # of a stream since the start; of prompts, and asked
         self._streams: list[tuple[float, int, int]] = []  # heap: the token at which it ends, request, context
         self._prompts: deque[tuple[float, int]] = deque()
         self._saved_s = 0.0  # by which streams are within their target, of all of them: prompts may take it
         self.version = 0  # of its next event
         self._steps: dict[tuple[int, int, bool, bool], tuple[float, float]] = {}
+        self._with_one: dict[tuple[int, int], float] = {}  # seconds, by streams and context
+        self.refresh()
 
-    def wait_s(self, num_tokens: int) -> float:
+    def wait_s(self, num_tokens: int, now_s: float) -> float:
         """Until a prompt that comes now is read."""
-        pace_s = self._pace(is_reading=True)
-        return (self._asked - self._read + num_tokens) * pace_s[0] / pace_s[1]
-
-    def stream_s(self) -> float:
-        """A step with one stream more."""
-        num = self.num_streams + 1
-        return self._device.seconds(StepWork(num, self.context + self.context // max(1, self.num_streams)))
+        ahead = self._asked - self._read
+        if ahead:
+            ahead = max(0.0, ahead - (now_s - self._at_s) / self.step_s * self._step_tokens)
+        return (ahead + num_tokens) * self._read_s
 
     def read(self, request: int, num_tokens: int) -> None:
         """Of a prompt: keys count as tokens, and a short one as long as its step."""
@@ -92,6 +94,7 @@ class CoarseNode:
         """When what ends next ends, and what it is. After each change."""
         self.version += 1
         self.step_s, self._step_tokens = self._pace(is_reading=bool(self._prompts))
+        self.refresh()
         steps = (self._prompts[0][0] - self._read) / self._step_tokens if self._prompts else inf
         ends = self._streams[0][0] - self._tokens if self._streams else inf
         found = min(steps, ends)
@@ -102,6 +105,15 @@ class CoarseNode:
             if spent < found:
                 return self._at_s + spent * self.step_s, Ended.NOTHING
         return self._at_s + max(0.0, found) * self.step_s, Ended.PROMPT if steps < ends else Ended.STREAM
+
+    def refresh(self) -> None:
+        """What the choice of nodes goes by. After each change."""
+        step_s, tokens = self._pace(is_reading=True)
+        num, context = self.num_streams, self.context // ROUGH * ROUGH
+        if (num, context) not in self._with_one:
+            work = StepWork(num + 1, context + context // max(1, num))
+            self._with_one[num, context] = self._device.seconds(work)
+        self._read_s, self.stream_s = step_s / tokens, self._with_one[num, context]
 
     def end_prompt(self) -> int:
         self._read, request = self._prompts.popleft()
@@ -116,7 +128,7 @@ class CoarseNode:
 
     def _pace(self, *, is_reading: bool) -> tuple[float, float]:
         """Seconds of a step, and prompt tokens in it."""
-        key = self.num_streams, self.context // 4096, is_reading, self._saved_s > LEAST_SAVED_S
+        key = self.num_streams, self.context // ROUGH, is_reading, self._saved_s > LEAST_SAVED_S
         if key not in self._steps:
             self._steps[key] = self._step(is_reading=is_reading)
         return self._steps[key]
@@ -160,14 +172,14 @@ def serve_coarsely(
             heapq.heappush(ends, (when_s, places[id(node)], node.version, what))
 
     def arrive(request: int, one: Arrival, now_s: float) -> None:
-        for node in nodes:
-            node.advance(now_s)
-        reader = min(prefills, key=lambda node: node.wait_s(one.num_input), default=None)
-        other = min(others, key=lambda node: node.wait_s(one.num_input) + node.stream_s() * one.num_output)
-        if reader is None or SPILL * other.wait_s(one.num_input) < reader.wait_s(one.num_input):
+        size = one.num_input
+        reader = min(prefills, key=lambda node: node.wait_s(size, now_s), default=None)
+        other = min(others, key=lambda node: node.wait_s(size, now_s) + node.stream_s * one.num_output)
+        if reader is None or SPILL * other.wait_s(size, now_s) < reader.wait_s(size, now_s):
             reader = direct[request] = other
-        elif other.stream_s() > tpot_s > reader.stream_s() and not reader.wait_s(0):
+        elif other.stream_s > tpot_s > reader.stream_s and not reader.wait_s(0, now_s):
             direct[request] = reader
+        reader.advance(now_s)
         reader.read(request, one.num_input)
         changed(reader)
 
@@ -184,7 +196,7 @@ def serve_coarsely(
 
     def join(request: int, now_s: float) -> None:
         one = arrivals[request]
-        node = min(others, key=CoarseNode.stream_s)
+        node = min(others, key=attrgetter("stream_s"))
         node.advance(now_s)
         node.begin(request, one.num_output - 1, one.num_input + one.num_output // 2)
         changed(node)

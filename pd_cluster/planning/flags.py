@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 def add_plan_flags(parser: argparse.ArgumentParser) -> None:
     machines = parser.add_argument_group("machines and model")
-    machines.add_argument("--gpus", type=int, required=True, metavar="N", help="GPUs of the cluster.")
+    machines.add_argument("--gpus", type=int, default=0, metavar="N", help="GPUs of the cluster.")
     machines.add_argument("--gpus-per-host", type=int, default=8, metavar="N", help="Of one host (default: 8).")
     machines.add_argument("--model", default="", metavar="M", help="Name of a packaged table's model, or of --table's.")
     machines.add_argument(
@@ -33,5 +33,11 @@ def add_plan_flags(parser: argparse.ArgumentParser) -> None:
         "--attainment", type=float, default=0.95, metavar="X", help="Share of requests that is enough (default: 0.95)."
     )
     report = parser.add_argument_group("report")
-    report.add_argument("--json", default="", metavar="FILE", help="Write everything that was found.")
+    report.add_argument("--json", default="", metavar="FILE", help="Write what was found; with --check: the plan.")
     report.add_argument("--plot", default="", metavar="FILE", help="Attainment over rate. Needs matplotlib.")
+    check = parser.add_argument_group("a running cluster")
+    check.add_argument(
+        "--check", action="append", default=[], metavar="URL",
+        help="A router; each, if there are several: compare what they do with the plan in --json, and plan nothing.",
+    )  # fmt: skip
+    check.add_argument("--minutes", type=float, default=2.0, metavar="M", help="To look at it for (default: 2).")

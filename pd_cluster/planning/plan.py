@@ -12,6 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from pd_cluster.bench.plot import check_plotting
 from pd_cluster.bench.workload import Arrival, Length, poisson, read_trace, rescale
 from pd_cluster.errors import StartupError
+from pd_cluster.planning.plan_check import run_plan_check
 from pd_cluster.planning.plan_report import plot_rates, print_plan, write_plan
 from pd_cluster.planning.search import Sought, search
 from pd_cluster.planning.settings import settings_of
@@ -25,7 +26,9 @@ NUM_REQUESTS = 2000
 
 
 def run_plan(namespace: argparse.Namespace) -> int:
-    """Returns 0. Raises StartupError."""
+    """Returns 0, or 1 when a checked cluster parts from its plan. Raises StartupError."""
+    if namespace.check:
+        return run_plan_check(namespace)
     if namespace.plot:
         check_plotting()
     tables = tables_of(namespace)
@@ -64,7 +67,7 @@ def tables_of(namespace: argparse.Namespace) -> dict[int, StepTable]:
         raise StartupError("--gpus and --gpus-per-host must be at least 1")
     known = packaged_tables()
     if namespace.table:
-        found = [_read(Path(name)) for name in namespace.table]
+        found = [_read(name) for name in namespace.table]
     else:
         model = namespace.model or "8b"
         found = [table for table in known.values() if table.model.name == model]
@@ -92,9 +95,9 @@ def tables_of(namespace: argparse.Namespace) -> dict[int, StepTable]:
     return fitting
 
 
-def _read(path: Path) -> StepTable:
+def _read(path: str) -> StepTable:
     try:
-        return read_table(path.read_bytes(), str(path))
+        return read_table(Path(path).read_bytes(), path)
     except OSError as error:
         raise StartupError(f"the step table {path} cannot be read: {error.strerror}") from error
 

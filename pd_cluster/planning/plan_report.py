@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
+from statistics import mean
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -13,6 +14,7 @@ import pd_cluster
 from pd_cluster.bench.plot import BLUE, GREY, ORANGE, RED
 from pd_cluster.bench.report import report_console
 from pd_cluster.errors import StartupError
+from pd_cluster.planning.delays import MEASURED
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -84,31 +86,28 @@ def verdict(judged: list[Judged]) -> list[str]:
 def commands(judged: Judged, sought: Sought, model: str) -> dict[str, str]:
     """What starts this setting: `up`, values of the chart, a spec for Ray."""
     roles, ranks = judged.setting
-    slo = {"ttft": sought.ttft_ms or 0.0, "tpot": sought.tpot_ms or 0.0}
-    flags = "".join(f" --slo-{name}-ms {ms:g}" for name, ms in slo.items() if ms)
-    degrees = zip(("--prefill-tp", "--decode-tp", "--tp"), ranks, strict=True)
-    tp = "".join(f" {flag} {each}" for flag, each in degrees if each > 1)
-    counts = "".join(f" --{role} {number}" for role, number in roles._asdict().items())
-    up = f"pd-cluster up --model {model}{counts}{tp}{flags}"
-    kinds = [(kind, number, each) for (kind, number), each in zip(roles._asdict().items(), ranks, strict=True)]
+    slo = {name: ms for name, ms in (("ttft", sought.ttft_ms), ("tpot", sought.tpot_ms)) if ms}
+    kinds = [*zip(roles._fields, roles, ranks, ("--prefill-tp", "--decode-tp", "--tp"), strict=True)]
+    up = f"pd-cluster up --model {model}" + "".join(
+        f" --{kind} {number}" + f" {flag} {each}" * (each > 1) for kind, number, each, flag in kinds
+    ) + "".join(f" --slo-{name}-ms {ms:g}" for name, ms in slo.items())  # fmt: skip
     values = {
         "model": {"id": model},
-        "slo": {f"{name}Ms": ms for name, ms in slo.items() if ms},
+        "slo": {f"{name}Ms": ms for name, ms in slo.items()},
         "roles": {
             kind: {"kind": kind, "replicas": number, "gpus": {"count": each}} if number else None
-            for kind, number, each in kinds if number or kind != "mixed"
+            for kind, number, each, _ in kinds if number or kind != "mixed"
         },
     }  # fmt: skip
     spec = {
-        "flags": {"model": model, **{f"slo-{name}-ms": ms for name, ms in slo.items() if ms}},
-        **{kind: {"count": number, "gpus": each} for kind, number, each in kinds if number},
+        "flags": {"model": model, **{f"slo-{name}-ms": ms for name, ms in slo.items()}},
+        **{kind: {"count": number, "gpus": each} for kind, number, each, _ in kinds if number},
     }
     return {"up": up, "helm": json.dumps(values), "ray": json.dumps(spec)}
 
 
 def print_plan(sought: Sought, judged: list[Judged], enough: float, card: str, model: str) -> None:
     console = report_console()
-    out = [steps_line(sought, card, model)]
     targets = f"TTFT {sought.ttft_ms}, TPOT {sought.tpot_ms} ms"
     title = f"{len(sought.arrivals):,} requests, {sought.rate:.2f}/s; targets {targets}"
     table = Table("setting", "attained", "low to high", "TTFT p50/90/99", "TPOT", "good/s/GPU", "limit", title=title)
@@ -119,7 +118,7 @@ def print_plan(sought: Sought, judged: list[Judged], enough: float, card: str, m
             one.setting.name, f"{figures.attained:.3f}", f"{one.low:.2f} to {one.high:.2f}", *spreads,
             f"{one.goodput(sought.rate):.2f}", limit_of(one, sought),
         )  # fmt: skip
-    console.print(out[0], soft_wrap=True)
+    console.print(steps_line(sought, card, model), soft_wrap=True)
     console.print(table)
     lines = verdict(judged)
     best = judged[0]
@@ -144,8 +143,13 @@ def print_plan(sought: Sought, judged: list[Judged], enough: float, card: str, m
 def write_plan(path: Path, sought: Sought, judged: list[Judged], num_settings: int) -> None:
     """Raises StartupError."""
     tables = {ranks: {**msgspec.to_builtins(one), "points": len(one.points)} for ranks, one in sought.tables.items()}
+    load = {
+        "prompt_tokens": mean(one.num_input for one in sought.arrivals),
+        "answer_tokens": mean(one.num_output for one in sought.arrivals),
+    }
     record = {
-        "kind": "plan", "num_requests": len(sought.arrivals), "rate": sought.rate, "ttft_ms": sought.ttft_ms,
+        "kind": "plan", "load": load, "handover_ms": 1e3 * MEASURED.link_s,
+        "num_requests": len(sought.arrivals), "rate": sought.rate, "ttft_ms": sought.ttft_ms,
         "tpot_ms": sought.tpot_ms, "seed": sought.seed, "num_settings": num_settings, "tables": tables,
         "settings": [
             {"name": one.setting.name, "num_gpus": one.setting.num_gpus, "limit": limit_of(one, sought), **asdict(one),

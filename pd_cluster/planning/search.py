@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-import random
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import inf
 from multiprocessing import get_context
 from statistics import mean
@@ -15,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from pd_cluster.planning.coarse import serve_coarsely
 from pd_cluster.planning.delays import MEASURED
 from pd_cluster.planning.device import Device, ScaledDevice
-from pd_cluster.planning.forecast import STEPS_OFF, is_met, rule_of
-from pd_cluster.planning.simulated_cluster import RoleDevices, SimulatedCluster
+from pd_cluster.planning.forecast import STEPS_OFF, is_met, redrawn, rule_of
+from pd_cluster.planning.simulated_cluster import WARM, RoleDevices, SimulatedCluster
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -30,7 +29,6 @@ RATES = (0.5, 0.75, 1.25, 1.5, 2.0)  # times the load's
 FINE_TOKENS = 300_000  # of answers that one fine simulation has, about: 20 us each
 SHORT = 3  # so many times fewer for other draws, steps and rates
 WINDOWS, WINDOW_REQUESTS = 5, 5_000  # of a long trace, for the coarse model
-WARM = 0.2  # of a window, which begins with an empty cluster, do not count
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +52,7 @@ class FineFigures:
     tpot_ms: tuple[float, float, float]
     late: tuple[float, float]  # shares of the requests that miss the first target, and the second
     num_short: int  # times that a request waited for KV memory
+    steps: dict[str, tuple[float, ...]] = field(default_factory=dict)  # by role: number, tokens, seconds
 
 
 @dataclass(slots=True)
@@ -141,7 +140,7 @@ def finely(
         mean(not is_met(one, None, sought.tpot_ms) for one in served),
     )
     attained = mean(is_met(one, sought.ttft_ms, sought.tpot_ms) for one in served)
-    return FineFigures(float(attained), _percentiles(ttft), _percentiles(tpot), late, cluster.num_short)
+    return FineFigures(float(attained), _percentiles(ttft), _percentiles(tpot), late, cluster.num_short, cluster.steps)
 
 
 def devices_of(sought: Sought, setting: PlannedSetting, factor: float = 1.0) -> RoleDevices:
@@ -154,11 +153,8 @@ def devices_of(sought: Sought, setting: PlannedSetting, factor: float = 1.0) -> 
 
 def _variants(fine: list[Arrival], short: list[Arrival], seed: int) -> list[tuple[list[Arrival], float, int, bool]]:
     """The load; and of its beginning the same, another draw, other steps, and nodes without targets."""
-    lengths = [(one.num_input, one.num_output) for one in short]
-    random.Random(seed).shuffle(lengths)
-    drawn = [replace(one, num_input=a, num_output=b) for one, (a, b) in zip(short, lengths, strict=True)]
     return [
-        (fine, 1.0, seed, True), (short, 1.0, seed, True), (drawn, 1.0, seed + 1, True),
+        (fine, 1.0, seed, True), (short, 1.0, seed, True), (redrawn(short, seed), 1.0, seed + 1, True),
         (short, 1 - STEPS_OFF, seed, True), (short, 1 + STEPS_OFF, seed, True), (short, 1.0, seed, False),
     ]  # fmt: skip
 

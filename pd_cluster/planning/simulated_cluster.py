@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from pd_cluster.planning.role_counts import RoleCounts
     from pd_router.nodes.node_table import Node
 
+WARM = 0.2  # of the time of arrivals, in which an empty cluster fills
 RETRY_S = 0.005  # until a decode node asks for memory again
 
 
@@ -112,6 +113,8 @@ class SimulatedCluster:
 
     def serve(self, arrivals: Sequence[Arrival]) -> list[Served]:
         served = [Served(arrival) for arrival in arrivals]
+        begin_s, end_s = (arrivals[at].at_s if arrivals else 0.0 for at in (0, -1))
+        self.world.counted_s = (begin_s + WARM * (end_s - begin_s), end_s)
         for index, one in enumerate(served):
             at_s = one.arrival.at_s + self._delays.api_s
             self.world.at(at_s, lambda one=one, index=index: self._route(one, str(index)))  # type: ignore[misc]
@@ -119,6 +122,13 @@ class SimulatedCluster:
         for one in served:
             assert len(one.tokens_s) == one.arrival.num_output
         return served
+
+    @property
+    def steps(self) -> dict[str, tuple[float, ...]]:
+        """By role: steps, their tokens and seconds, while the cluster was neither filled nor emptied."""
+        roles = {"prefill": self.prefills, "decode": self.decodes, "mixed": self.mixed}
+        tallies = {role: [node.tally for node in nodes] for role, nodes in roles.items() if nodes}
+        return {role: tuple(map(sum, zip(*each, strict=True))) for role, each in tallies.items()}
 
     # the router
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import random
 from collections import deque
+from copy import deepcopy
 from dataclasses import dataclass
-from math import exp
+from math import exp, inf
 from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
@@ -57,6 +58,14 @@ class VirtualTime(EventQueue):
     def __init__(self, seed: int) -> None:
         super().__init__()
         self.rng = random.Random(seed)
+        self.counted_s = (0.0, inf)  # steps that end within are tallied
+        self._models: dict[Device, StepModel] = {}
+
+    def model_of(self, device: Device) -> StepModel:
+        """A model of its own for a node, fitted to the device's steps. A fit takes 0.1 s, so there is one for all."""
+        if device not in self._models:
+            self._models[device] = StepModel(steps_at_start(device))
+        return deepcopy(self._models[device])
 
 
 class SimulatedNode:
@@ -75,12 +84,11 @@ class SimulatedNode:
         most = num_blocks or device.num_blocks
         slabs = KvSlabs(1, most * group.block_bytes, (most,))
         self.blocks = blocks or BlockManager((group,), slabs, prefix_caching=num_blocks > 0)
-        times = steps_at_start(device) if is_measured else ()
-        self.model = StepModel(times)
+        self.model = world.model_of(device) if is_measured else StepModel()
         self.room = StreamRoom(rule.targets.tpot_s, device.max_seqs, self.model, lambda: world.now_s)
         role = role or ("decode" if rule.usual else "mixed")
         self.room.prompts_first = role == "prefill"
-        model = StepModel(times) if rule.usual and role == "decode" else self.model
+        model = deepcopy(self.model) if rule.usual and role == "decode" else self.model
         targets = rule.targets.on(role, "cuda:0", model)
         self.room.gap_s = targets.itl_s
         self.budget = StepBudget(targets, self.model, lambda: world.now_s, self._busy_s)
@@ -94,6 +102,7 @@ class SimulatedNode:
         )  # fmt: skip
         self._heat = (0.0, 0.0, 0.0)  # when the last step began, how heavy it is, how hot the device was
         self._decode_s = 0.0  # of the last step with decodes only
+        self.tally = (0, 0, 0.0)  # steps, their tokens and seconds
         self.on_token: dict[str, Callable[[], None]] = {}
         self.before_plan: Callable[[], None] = lambda: None
         self._flights: deque[tuple[Batch, StepWork, float, float]] = deque()  # begin, end
@@ -164,6 +173,9 @@ class SimulatedNode:
             if not batch.copies.may_outlast:
                 self.model.note(work, end_s - begin_s)
             self.room.note(work, end_s - begin_s)
+            if self.world.counted_s[0] <= end_s <= self.world.counted_s[1]:
+                num, tokens, seconds = self.tally
+                self.tally = num + 1, tokens + work.num_decodes + work.num_tokens, seconds + end_s - begin_s
             if not work.num_tokens:
                 self._decode_s = end_s - begin_s
         token: tuple[SampledToken, ...] = (SampledToken(DRAWN),)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from functools import cached_property
 from importlib import resources
+from operator import attrgetter
 from typing import NamedTuple, TypeAlias
 
 import msgspec
@@ -130,9 +131,9 @@ class TableDevice(Device):
         if not tokens:
             padded = _padded(self._decode_sizes, decodes)
             return max(1e-6, at(self._decodes, padded) + at(self._context, decodes) * work.context)
-        total = _padded(self._sizes, decodes + tokens)
-        prompts_s = self._between_lines(decodes, total - decodes) + at(self._keys, tokens) * work.num_keys
-        return max(1e-6, at(self._decodes, decodes) + at(self._context, decodes) * work.context + prompts_s)
+        prompts_s = self._between_lines(decodes, _padded(self._sizes, decodes + tokens) - decodes)
+        decodes_s = at(self._decodes, decodes) + at(self._context, decodes) * work.context
+        return max(1e-6, decodes_s + prompts_s + at(self._keys, tokens) * work.num_keys)
 
     def _context_s(self, point: StepPoint) -> float:
         return at(self._context, point.num_decodes) * point.num_decodes * point.context
@@ -153,9 +154,7 @@ class TableDevice(Device):
         lines = dict[int, Line]()
         for p in prompts:
             if not p.before:
-                alone_s = (
-                    at(self._decodes, p.num_decodes) + at(self._context, p.num_decodes) * p.num_decodes * p.context
-                )
+                alone_s = at(self._decodes, p.num_decodes) + self._context_s(p)
                 keys_s = at(self._keys, p.num_tokens) * keys_of(p.num_tokens, 0)
                 lines.setdefault(p.num_decodes, [(0.0, 0.0)]).append((p.num_tokens, p.ms / 1e3 - alone_s - keys_s))
         return sorted((num, sorted(line)) for num, line in lines.items())
@@ -193,14 +192,10 @@ def _context_line(alone: list[StepPoint]) -> Line:
         by_number.setdefault(point.num_decodes, []).append(point)
     found = []
     for num, points in by_number.items():
-        near, far = min(points, key=_context_of), max(points, key=_context_of)
+        near, far = min(points, key=attrgetter("context")), max(points, key=attrgetter("context"))
         if num and far.context > near.context:
             found.append((float(num), max(0.0, far.ms - near.ms) / 1e3 / num / (far.context - near.context)))
     return sorted(found) or [(0.0, 0.0)]
-
-
-def _context_of(point: StepPoint) -> int:
-    return point.context
 
 
 def _padded(sizes: list[int], num: int) -> int:

@@ -6,11 +6,11 @@ from typing import NamedTuple
 
 NEAR, FAR = 1024, 4096  # context of decodes
 BEFORE = 8192  # tokens before a chunk, where the time of keys is measured
-DECODES = (1, 2, 4, 8, 12, 16, 28, 32, 64, 128, 192, 256)
+DECODES = (1, 2, 4, 8, 16, 24, 32, 40, 48, 64, 128, 192, 256)
 FAR_DECODES = (1, 8, 32, 128)
-PROMPTS = (32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
+PROMPTS = (16, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
 BESIDE = {  # tokens of steps, by their decodes: of a mixture the first ones of each choose most of the experts
-    1: (64, 256, 1024),
+    1: (16, 64, 256, 1024, 2048),
     8: (16, 32, 64, 128, 256, 512, 1024, 2048),
     32: (64, 128, 192, 256, 384, 512, 768, 1024, 2048),
     128: (192, 256, 512, 1024, 2048),

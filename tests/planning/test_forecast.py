@@ -7,20 +7,26 @@ import sys
 
 import pytest
 
+from pd_cluster.bench.workload import Arrival
 from pd_cluster.errors import StartupError
-from pd_cluster.planning.forecast import Forecast, ObservedLoad, RoleCounts, SeenRequest, forecast
+from pd_cluster.planning.forecast import Forecast, forecast
+from pd_cluster.planning.role_counts import RoleCounts
 from pd_cluster.planning.step_table import packaged_tables
 
 TABLE = packaged_tables()["8b-h200-tp1"]
 
 
-def load_of(num: int, rate: float, prompt: int, answer: int, ttft_ms: float | None = 200.0) -> ObservedLoad:
-    return ObservedLoad(tuple(SeenRequest(at / rate, prompt, answer) for at in range(num)), ttft_ms, 10.0)
+def load_of(num: int, rate: float, prompt: int, answer: int) -> list[Arrival]:
+    return [Arrival(at / rate, prompt, answer) for at in range(num)]
+
+
+def of(load: list[Arrival], roles: RoleCounts, seed: int) -> Forecast:
+    return forecast(load, 200.0, 10.0, roles, TABLE, seed)
 
 
 def test_two_forecasts_with_one_seed_are_equal_and_hold_their_attainment() -> None:
     load = load_of(40, 12.0, 3000, 40)
-    found = [forecast(load, RoleCounts(1, 1), TABLE, seed=5) for _ in range(2)]
+    found = [of(load, RoleCounts(1, 1), 5) for _ in range(2)]
     assert found[0] == found[1]
     assert found[0].low <= found[0].attainment <= found[0].high
 
@@ -28,19 +34,19 @@ def test_two_forecasts_with_one_seed_are_equal_and_hold_their_attainment() -> No
 def test_more_load_is_served_less_well_and_more_nodes_serve_it_better() -> None:
     slow, fast = load_of(60, 8.0, 4000, 20), load_of(60, 26.0, 4000, 20)
     pair, four = RoleCounts(1, 1), RoleCounts(2, 2)
-    assert forecast(slow, pair, TABLE, 1).low > forecast(fast, pair, TABLE, 1).high
-    assert forecast(fast, four, TABLE, 1).low > forecast(fast, pair, TABLE, 1).high
+    assert of(slow, pair, 1).low > of(fast, pair, 1).high
+    assert of(fast, four, 1).low > of(fast, pair, 1).high
 
 
 def test_without_requests_or_targets_all_are_met() -> None:
-    assert forecast(ObservedLoad((), 1.0, 1.0), RoleCounts(0, 0, 1), TABLE, 0) == Forecast(1.0, 1.0, 1.0)
-    free = ObservedLoad(load_of(5, 100.0, 2000, 2).arrivals)
-    assert forecast(free, RoleCounts(1, 1), TABLE, 0).attainment == 1.0
+    assert of([], RoleCounts(0, 0, 1), 0) == Forecast(1.0, 1.0, 1.0)
+    free = load_of(5, 100.0, 2000, 2)
+    assert forecast(free, None, None, RoleCounts(1, 1), TABLE, 0).attainment == 1.0
 
 
 def test_roles_without_a_node_that_decodes_are_refused() -> None:
     with pytest.raises(StartupError, match="no node that decodes"):
-        forecast(load_of(2, 1.0, 10, 2), RoleCounts(3), TABLE, 0)
+        of(load_of(2, 1.0, 10, 2), RoleCounts(3), 0)
     for name in ("", "2P", "0M", "2D1P", "P1D"):
         with pytest.raises(StartupError, match="no node that decodes, or is not like"):
             RoleCounts.parse(name)
@@ -63,8 +69,8 @@ def own():
                     found[kind] = dict(vars(kind))
     return found
 before = own()
-from tests.planning.test_forecast import TABLE, load_of, forecast, RoleCounts
-forecast(load_of(12, 12.0, 3000, 20), RoleCounts(1, 1, 1), TABLE, 0)
+from tests.planning.test_forecast import load_of, of, RoleCounts
+of(load_of(12, 12.0, 3000, 20), RoleCounts(1, 1, 1), 0)
 assert "torch" not in sys.modules, "torch"
 for kind, members in before.items():
     assert {k: v for k, v in vars(kind).items() if not k.startswith("__")} == {

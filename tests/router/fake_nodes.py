@@ -72,6 +72,7 @@ class FakeNode:
         self.is_frozen = False  # /health says so of the engine
         self.num_checks = 0  # of /health
         self.feed: Callable[[web.Request], Awaitable[web.StreamResponse]] | None = None  # answers GET /pd/feed
+        self.metrics: str | None = None  # answer of GET /metrics
         self.seen: list[Seen] = []
         self.released: list[str] = []
         self.go_on = asyncio.Event()  # scripts that stop half-way wait for this
@@ -94,6 +95,7 @@ class FakeNode:
         app.router.add_get("/health", self._health)
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/pd/feed", self._feed)
+        app.router.add_get("/metrics", self._metrics)
         app.router.add_post("/pd/release", self._release)
         app.router.add_post("/{path:.*}", self._generate)
         self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
@@ -167,6 +169,9 @@ class FakeNode:
 
     async def _feed(self, request: web.Request) -> web.StreamResponse:
         return web.Response(status=404) if self.feed is None else await self.feed(request)
+
+    async def _metrics(self, request: web.Request) -> web.Response:
+        return web.Response(status=404) if self.metrics is None else web.Response(text=self.metrics)
 
     async def _release(self, request: web.Request) -> web.Response:
         self.released.append((await request.json())["ticket"])
