@@ -135,3 +135,23 @@ def test_a_loaded_prompt_waits_for_its_adapter() -> None:
     world.run_until_idle()
     world.client(asked).check()
     world.check_empty()
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_loaded_prompt_and_one_that_needs_its_blocks_do_not_wait_for_each_other(depth: int) -> None:
+    """The first in turn has the slot and finds no blocks; the second holds the blocks and has no slot."""
+    world = with_adapters("abc", 1, num_blocks=12, depth=depth)
+    world.submit(message("running", prompt(5), adapter="c", max_tokens=12))
+    for _ in range(4):
+        world.start_step()
+    asked = world.submit(message("asked", prompt(130), adapter="b"))
+    taken = world.submit(message("taken", prompt(70, 1), work=Work.TAKE_OVER, adapter="a"))
+    load = world.reserve(taken)
+    assert load is not None
+    world.start_step()
+    world.finish_load(load)
+    world.give_first_tokens(taken)
+    world.run_until_idle()
+    for request in (asked, taken):
+        world.client(request).check()
+    world.check_empty()
