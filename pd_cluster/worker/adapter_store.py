@@ -95,7 +95,8 @@ class AdapterStore:
         rank, slots = -(-spec.rank // RANK_STEP) * RANK_STEP, self.slots
         is_pinned = slots.memory.device.type == "cuda"
         memory = torch.empty(rank * slots.size, dtype=slots.dtype, pin_memory=is_pinned)
-        clear(memory)
+        if len(spec.modules) < len(self._parts) or any(module.rank < rank for module in spec.modules):
+            clear(memory)
         for module in spec.modules:
             a, b = slots.place(memory, rank, module.part)
             order = self._orders.get(module.name)

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from pd_cluster.models.linear_part import LinearPart
     from pd_cluster.models.model_share import ModelShare
 
+
 @dataclass(frozen=True)
 class Put:
     """What a rank has of a module."""

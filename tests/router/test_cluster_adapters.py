@@ -316,7 +316,7 @@ async def test_without_a_node_that_takes_adapters_the_order_says_so(tmp_path: Pa
     async with a_node(tmp_path, "d", slots=0) as d, serving(decode=[d], admin_endpoints="open") as router:
         status, answer = await order(router, "tuned", "a")
         assert (status, "--lora-slots" in answer["error"]["message"]) == (400, True)
-        assert not d.engine.sent
+        assert not loads(d)
         router.services.table.nodes[0].reachable = False
         assert (await order(router, "tuned", "a"))[0] == 503
 
