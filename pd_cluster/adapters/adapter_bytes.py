@@ -10,7 +10,8 @@ import stat
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass
-from hashlib import blake2b
+from hashlib import sha256
+from mmap import mmap
 from typing import TYPE_CHECKING
 
 from pd_cluster.errors import BadAdapter
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 MAX_CONFIG_BYTES = 1 << 20
 READ_DEADLINE_S = 120.0  # for both files: a disk that gives 84 MB in this time gives less than 1 MB a second
+DIGEST_CHARS = 32  # 128 bits
 _PIECE_BYTES = 4 << 20  # between two looks at the clock: 4 ms of hashing
 _OTHERS = {  # files in place of the weights -> why they are not read
     "adapter_model.bin": "a pickle, which can run any code: load the adapter with peft, and save_pretrained it again",
@@ -35,8 +37,8 @@ class AdapterBytes:
     """The content of an adapter's files."""
 
     directory: Path  # for messages; it is not read again
-    config: bytearray
-    weights: bytearray
+    config: memoryview
+    weights: memoryview
     digest: str  # of all bytes, hexadecimal: the adapter's identity
 
     @property
@@ -67,11 +69,11 @@ def read_adapter(
 
     Takes seconds from a slow disk: call it on a thread. Raises BadAdapter.
     """
-    end_s, digest = clock() + deadline_s, blake2b(digest_size=16, person=b"pd-adapter")
+    end_s, digest = clock() + deadline_s, sha256(b"pd-adapter ")  # with SHA-NI thrice as fast as blake2b
     try:
         with ExitStack() as stack:
             files = [_open(directory, name, most, stack) for name, most in _bounds(max_bytes)]
-            contents = list[bytearray]()
+            contents = list[memoryview]()
             for file in files:
                 digest.update(f"{file.path.name} {file.found.st_size} ".encode())
                 contents.append(_read(file, digest.update, clock, end_s))
@@ -81,9 +83,9 @@ def read_adapter(
     except OSError as error:
         raise BadAdapter(f"cannot read the adapter {directory}: {error}") from error
     config, weights = contents
-    if weights.startswith(LFS_HEAD):
+    if weights[: len(LFS_HEAD)] == LFS_HEAD:
         raise BadAdapter(f"{directory / WEIGHTS} is a git-lfs pointer, not the file itself: run `git lfs pull` there")
-    return AdapterBytes(directory, config, weights, digest.hexdigest())
+    return AdapterBytes(directory, config, weights, digest.hexdigest()[:DIGEST_CHARS])
 
 
 def _bounds(max_bytes: int) -> tuple[tuple[str, int], tuple[str, int]]:
@@ -110,17 +112,17 @@ def _open(directory: Path, name: str, most: int, stack: ExitStack) -> _OpenFile:
 
 def _read(
     file: _OpenFile, update: Callable[[memoryview], object], clock: Callable[[], float], end_s: float
-) -> bytearray:
+) -> memoryview:
     """Raises OSError, and BadAdapter if the file has another length now, or the time is over."""
-    content, start = bytearray(file.found.st_size), 0
-    view = memoryview(content)
+    # A bytearray is filled with zeros under the interpreter's lock: 30 ms for 84 MB, in which all streams stand
+    content, start = memoryview(mmap(-1, max(1, file.found.st_size)))[: file.found.st_size], 0
     while start < len(content):
         if clock() >= end_s:
             raise BadAdapter(f"{file.path}: {start} of {len(content)} bytes were read in time: the disk is too slow")
-        num_bytes = os.readv(file.descriptor, [view[start : start + _PIECE_BYTES]])
+        num_bytes = os.readv(file.descriptor, [content[start : start + _PIECE_BYTES]])
         if not num_bytes:
             break
-        update(view[start : start + num_bytes])
+        update(content[start : start + num_bytes])
         start += num_bytes
     if start < len(content) or os.read(file.descriptor, 1):
         raise BadAdapter(f"{file.path} changed while it was read: load it when it is complete")

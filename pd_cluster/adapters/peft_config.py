@@ -68,7 +68,7 @@ class PeftConfig:
         return alpha / math.sqrt(rank) if self.is_rank_stabilized else alpha / rank
 
 
-def read_config(content: bytes | bytearray, file: Path) -> PeftConfig:
+def read_config(content: bytes | memoryview, file: Path) -> PeftConfig:
     """Raises BadAdapter, which names `file` and the setting."""
     read = _Settings(strict_object(content, file), file)
     read.refuse_others()

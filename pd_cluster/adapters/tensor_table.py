@@ -33,7 +33,7 @@ class StoredMatrix:
     num_bytes: int
 
 
-def read_table(weights: bytearray, file: Path) -> dict[str, StoredMatrix]:
+def read_table(weights: memoryview | bytearray, file: Path) -> dict[str, StoredMatrix]:
     """The tensors by name. `file`: for messages. Raises BadAdapter."""
     size = int.from_bytes(weights[:8], "little")
     if size > MAX_HEADER_BYTES:

@@ -386,7 +386,8 @@ class EngineCore:
     def _fail_all(self, adapter: str, error: PdError) -> None:
         """End the requests that have this adapter."""
         for request in [one for one in self._requests.values() if one.message.adapter == adapter]:
-            self._fail(next(seq.seq_id for seq in request.sequences if seq.finish_reason is None), error)
+            for seq in [one for one in request.sequences if one.finish_reason is None][:1]:  # one may end just now
+                self._fail(seq.seq_id, error)
 
     # ends
 

@@ -135,7 +135,7 @@ class StopProfile(msgspec.Struct, frozen=True, tag=True):
 class LoadAdapter(msgspec.Struct, frozen=True, tag=True):
     """Read an adapter on every rank, from a directory that all of them see. Answered by AdapterLoaded.
 
-    Meanwhile streams go on. One that is loaded already is answered at once. One that is being unloaded is an error.
+    Meanwhile streams go on. One that is loaded already is answered at once. One that is being unloaded stays.
     """
 
     digest: str  # that the files must have
@@ -145,7 +145,8 @@ class LoadAdapter(msgspec.Struct, frozen=True, tag=True):
 class UnloadAdapter(msgspec.Struct, frozen=True, tag=True):
     """Refuse new requests with this adapter from now on. Those that run or wait keep it.
 
-    Answered by AdapterUnloaded when the last of them has ended; at once if none has it, or it is unknown.
+    Answered by AdapterUnloaded when the last of them has ended; at once if none has it, or it is unknown. Not answered
+    if it is loaded again before.
     """
 
     digest: str

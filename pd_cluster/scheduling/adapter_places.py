@@ -37,6 +37,7 @@ class AdapterPlaces:
         self._ready: set[str] = set()
         self._new: set[str] = set()  # with a slot in which no sequence had a turn
         self._running: set[str] = set()  # that sequences of this step use
+        self._had_turn: set[str] = set()  # in this step, with a sequence that may have found no memory
         self._closed = ""  # no other request of it enters
         self._fill: tuple[tuple[int, str], ...] = ()  # for the next batch, at most one: a copy takes milliseconds
         self.in_host: dict[str, bool] = {}  # the known ones
@@ -76,7 +77,12 @@ class AdapterPlaces:
         """A step is planned, which these sequences may be in."""
         if self.in_host:
             self._running = {seq.request.message.adapter for seq in running}
+            self._had_turn.clear()
         self._closed = self.wanted = ""
+
+    def run(self, seq: Sequence) -> None:
+        """A sequence runs from now on."""
+        self._running.add(seq.request.message.adapter)
 
     def slot(self, seq: Sequence) -> int:
         """Of a sequence that runs."""
@@ -95,11 +101,11 @@ class AdapterPlaces:
                 return False
             self._slot_of[digest] = self._slot_of.pop(digest)
             self._new.discard(digest)
-            self._running.add(digest)
+            self._had_turn.add(digest)
             return True
         if not self.in_host[digest]:
             self.wanted = self.wanted or digest
-        elif digest not in self._slot_of and not self._fill and self._make_room():
+        elif digest not in self._slot_of and not self._fill and self._make_room(seq):
             self._slot_of[digest] = self._free.pop()
             self._new.add(digest)
             self._fill = ((self._slot_of[digest], digest),)
@@ -118,12 +124,16 @@ class AdapterPlaces:
         """The step of a batch with these copies has retired."""
         self._ready |= {digest for slot, digest in filled if self._slot_of.get(digest) == slot}
 
-    def _make_room(self) -> bool:
-        """Free a slot if none is; else close one."""
+    def _make_room(self, seq: Sequence) -> bool:
+        """Free a slot if none is; else close one.
+
+        A sequence that holds its blocks takes the slot of one that had its turn and waits for blocks: maybe for these.
+        """
         if self._free:
             return True
         for digest in self._slot_of:
-            if digest not in self._running and not (digest in self._new and self.num_live[digest]):
+            is_new, had_turn = digest in self._new and self.num_live[digest], digest in self._had_turn
+            if digest not in self._running and not is_new and (seq.table is not None or not had_turn):
                 self._leave(digest)
                 return True
         self._closed = self._closed or next((digest for digest in self._slot_of if digest in self._running), "")

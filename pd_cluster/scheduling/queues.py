@@ -184,6 +184,7 @@ class Queues:
         self._stop_waiting(seq)
         seq.status = SequenceStatus.RUNNING
         self.running.add(seq)
+        self.adapters.run(seq)
         self.count_queued(seq, seq.num_computed_tokens)
         self._turns.take_slot(seq.request)
 

@@ -10,7 +10,7 @@ import torch
 
 from pd_cluster.adapters.adapter_bytes import read_adapter
 from pd_cluster.adapters.adapter_spec import check_family, fit_adapter
-from pd_cluster.adapters.part_matrices import part_matrices
+from pd_cluster.adapters.part_matrices import clear, put_matrices
 from pd_cluster.adapters.refused_modules import SERVED_KINDS
 from pd_cluster.adapters.tensor_table import MAX_HEADER_BYTES
 from pd_cluster.errors import BadAdapter, StartupError
@@ -94,10 +94,11 @@ class AdapterStore:
         spec = fit_adapter(files, self._parts, self._max_rank)
         rank, slots = -(-spec.rank // RANK_STEP) * RANK_STEP, self.slots
         is_pinned = slots.memory.device.type == "cuda"
-        memory = torch.zeros(rank * slots.size, dtype=slots.dtype, pin_memory=is_pinned)
+        memory = torch.empty(rank * slots.size, dtype=slots.dtype, pin_memory=is_pinned)
+        if len(spec.modules) < len(self._parts) or any(module.rank < rank for module in spec.modules):
+            clear(memory)
         for module in spec.modules:
-            matrices = part_matrices(files, module, slots.dtype, self._orders.get(module.name))
             a, b = slots.place(memory, rank, module.part)
-            a[: module.rank] = matrices.a
-            b[:, : module.rank] = matrices.b
+            order = self._orders.get(module.name)
+            put_matrices(files, module, a[: module.rank], b[:, : module.rank], order)
         return memory

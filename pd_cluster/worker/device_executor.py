@@ -347,7 +347,7 @@ class DeviceExecutor(DeviceState):
 
     def read_adapter(self, digest: str, path: str, done: Callable[[str, int], None]) -> None:
         if self._ranks is not None:
-            self._ranks.link.reads[digest] = done
+            self._ranks.link.reads[digest] = len(self._ranks.link.ports), done
         self._order_adapter(digest, path, done)
 
     def drop_adapter(self, digest: str) -> None:

@@ -80,7 +80,8 @@ class RankLink:
         self._num_taken = 0
         self._host_blocks = dict.fromkeys(self._ranks, 0)  # that each rank's last retired step told of
         self.ports = tuple(LinkPort(rank, self._send_message) for rank in self._ranks)
-        self.reads: dict[str, Callable[[str, int], None]] = {}  # called when a rank has read the adapter
+        # Called when a rank has read the adapter; and how many ranks still read it
+        self.reads: dict[str, tuple[int, Callable[[str, int], None]]] = {}
         self.lost: PdError | None = None
         # The watching thread's
         self._clock = PatientClock(time.monotonic, patience_s=LOOK_S)
@@ -263,7 +264,10 @@ class RankLink:
                 case Heartbeat():
                     self._beats[message.rank] = message
                 case AdapterRead(rank, digest, error, num_bytes):
-                    self.reads[digest](error and f"rank {rank}: {error}", num_bytes)
+                    num_left, told = self.reads.pop(digest)
+                    if num_left > 1:
+                        self.reads[digest] = num_left - 1, told
+                    told(error and f"rank {rank}: {error}", num_bytes)
                 case PortMessage():
                     self.ports[message.rank - 1].deliver(message.message)
                 case RankFailed():

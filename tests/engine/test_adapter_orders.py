@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from pd_cluster.config import LoraConfig
 from pd_cluster.protocol.messages import (
+    Abort,
     AdapterLoaded,
     AdapterUnloaded,
     AddRequest,
@@ -195,7 +196,7 @@ def test_what_is_not_loaded_is_refused(adapted: Adapted) -> None:
     bench.send(asked(first.digest, 1, 0))
     (refused,) = bench.until(1)
     assert isinstance(refused, RequestFailed)
-    assert (refused.error, refused.message) == ("BadAdapter", f"the adapter {first.digest} is not loaded")
+    assert refused.error == "AdapterAbsent", "a router goes on to a node that has it"
     bench.send(UnloadAdapter(first.digest))
     assert bench.until(1) == [AdapterUnloaded(first.digest)]
 
@@ -222,7 +223,7 @@ def test_an_adapter_that_host_memory_never_holds_is_refused(adapted: Adapted) ->
 
 
 def test_an_unload_lets_running_requests_end(adapted: Adapted) -> None:
-    """New ones are refused at once, also a load; after the last one the adapter is forgotten, and can be loaded."""
+    """New ones are refused at once; after the last one the adapter is forgotten, and can be loaded."""
     bench, first = adapted.bench("off"), adapted.adapters[0]
     bench.load(first)
     bench.send(asked(first.digest, 1, 0))
@@ -231,16 +232,85 @@ def test_an_unload_lets_running_requests_end(adapted: Adapted) -> None:
         bench._collect()
     bench.send(UnloadAdapter(first.digest))
     bench.send(asked(first.digest, 1, 1))
-    bench.send(LoadAdapter(first.digest, str(first.path)))
-    refused, reload = bench.until(2)
+    (refused,) = bench.until(1)
     assert isinstance(refused, RequestFailed)
-    assert reload == AdapterLoaded(first.digest, "it is being unloaded: load it when that is done")
     bench.run()
     assert bench.until(1) == [AdapterUnloaded(first.digest)]
     assert bench.answered().ids[("r1-0", 0)] == adapted.expected[1][("r0-0", 0)]
     assert bench.stats is not None
     assert bench.stats.adapters == {}
     bench.load(first)
+
+
+def test_a_load_ends_an_unload_that_waits_for_requests(adapted: Adapted) -> None:
+    """A long answer must not keep a node without the adapter that a name means again."""
+    bench, first = adapted.bench("off"), adapted.adapters[0]
+    bench.load(first)
+    bench.send(asked(first.digest, 1, 0))
+    while not bench.told:
+        bench.core.turn()
+        bench._collect()
+    bench.send(UnloadAdapter(first.digest))
+    bench.load(first)
+    bench.send(asked(first.digest, 1, 1))
+    ids = bench.answered().ids
+    for request in (0, 1):
+        assert ids[(f"r1-{request}", 0)] == adapted.expected[1][(f"r0-{request}", 0)]
+    assert bench.said == []
+    assert list(bench.core._places.in_host) == [first.digest]
+
+
+def test_a_load_while_an_unloaded_one_is_still_read(adapted: Adapted, monkeypatch: pytest.MonkeyPatch) -> None:
+    begin, begun = AdapterStore.begin, list[tuple[Any, ...]]()
+    monkeypatch.setattr(AdapterStore, "begin", lambda *args: begun.append(args))
+    bench, first = adapted.bench(), adapted.adapters[0]
+    for order in (LoadAdapter(first.digest, str(first.path)), UnloadAdapter(first.digest)):
+        bench.send(order)
+    assert bench.until(1) == [AdapterUnloaded(first.digest)]
+    bench.send(LoadAdapter(first.digest, str(first.path)))
+    bench.core.turn()
+    (once,) = begun
+    begin(*once)
+    assert bench.until(1) == [AdapterLoaded(first.digest)]
+    bench.send(asked(first.digest, 1, 3))
+    assert bench.answered().ids[("r1-3", 0)] == adapted.expected[1][("r0-3", 0)]
+
+
+def test_files_are_read_again_for_one_request_at_a_time(adapted: Adapted, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else clients that leave begin a read each, of the bytes of all adapters together."""
+    bench, (first, second, _) = adapted.bench(), adapted.adapters
+    bench.load(first, second)
+    places, begin, begun = bench.core._places, AdapterStore.begin, list[tuple[Any, ...]]()
+    monkeypatch.setattr(AdapterStore, "begin", lambda *args: begun.append(args))
+    places.in_host |= {first.digest: False, second.digest: False}
+    bench.send(asked(first.digest, 1, 0))
+    bench.core.turn()
+    assert len(begun) == 1
+    bench.send(Abort("r1-0"))
+    bench.send(asked(second.digest, 2, 3))
+    for _ in range(3):
+        bench.core.turn()
+    assert [args[1] for args in begun] == [first.digest]
+    monkeypatch.undo()
+    begin(*begun[0])
+    assert bench.answered().ids[("r2-3", 0)] == adapted.expected[2][("r0-3", 0)]
+
+
+def test_files_are_not_read_while_host_memory_is_full_of_what_waits(
+    adapted: Adapted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench, (first, second, _) = adapted.bench(), adapted.adapters
+    bench.load(first, second)
+    orders, places, begun = bench.core._adapters, bench.core._places, list[tuple[Any, ...]]()
+    monkeypatch.setattr(AdapterStore, "begin", lambda *args: begun.append(args))
+    places.in_host[second.digest] = False
+    places.num_live[first.digest], places.wanted = 1, second.digest
+    orders._most = max(orders._num_bytes.values())
+    orders.read_wanted()
+    assert not begun
+    places.num_live[first.digest] = 0
+    orders.read_wanted()
+    assert len(begun) == 1
 
 
 def test_an_unload_while_it_is_read(adapted: Adapted, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -271,7 +341,7 @@ def test_requests_end_if_the_files_are_others_when_they_are_read_again(adapted: 
     bench.send(asked(first.digest, 1, 3))
     (failed,) = bench.until(1)
     assert isinstance(failed, RequestFailed)
-    assert (failed.request_id, failed.error) == ("r2-0", "BadAdapter")
+    assert (failed.request_id, failed.error) == ("r2-0", "AdapterAbsent")
     assert bench.answered().ids[("r1-3", 0)] == adapted.expected[1][("r0-3", 0)]
 
 

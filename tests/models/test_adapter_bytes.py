@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from mmap import mmap
 from typing import TYPE_CHECKING
 
 import pytest
@@ -39,6 +40,12 @@ def test_each_byte_changes_the_digest(tmp_path: Path) -> None:
             num_changes += 1
         (directory / name).write_bytes(original)
     assert len(digests) == 1 + num_changes
+
+
+def test_the_memory_of_the_files_is_not_written_before_they_are_read(tmp_path: Path) -> None:
+    """To fill 84 MB with zeros takes 30 ms, and holds the interpreter's lock: no stream of this process goes on."""
+    files = read_adapter(write(tmp_path, SETTINGS, usual()), MAX_BYTES)
+    assert isinstance(files.weights.obj, mmap)
 
 
 def test_equal_files_have_one_digest_wherever_they_are(tmp_path: Path) -> None:

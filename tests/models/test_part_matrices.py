@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 import transformers
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pd_cluster.adapters.adapter_bytes import read_adapter
 from pd_cluster.adapters.adapter_spec import fit_adapter
-from pd_cluster.adapters.part_matrices import part_matrices
+from pd_cluster.adapters.part_matrices import clear, put_matrices
 from pd_cluster.adapters.refused_modules import SERVED_KINDS, refusal
 from pd_cluster.errors import BadAdapter
 from pd_cluster.models.decoder import Decoder
@@ -25,8 +26,30 @@ from tests.models.thread_ranks import shares
 from tests.worker.conftest import COMMON, LATENT_MODELS, MODELS
 
 if TYPE_CHECKING:
+    from pd_cluster.adapters.adapter_bytes import AdapterBytes
+    from pd_cluster.adapters.adapter_spec import AdaptedModule
     from pd_cluster.models.linear_part import LinearPart
     from pd_cluster.models.model_share import ModelShare
+
+
+@dataclass(frozen=True)
+class Put:
+    """What a rank has of a module."""
+
+    a: torch.Tensor
+    b: torch.Tensor
+
+
+def part_matrices(
+    files: AdapterBytes, module: AdaptedModule, dtype: torch.dtype, order: torch.Tensor | None = None
+) -> Put:
+    """Put where a slot has room for more ranks."""
+    part, rank = module.part, module.rank
+    found = Put(torch.zeros(rank, len(part.inputs), dtype=dtype), torch.zeros(len(part.rows), rank + 3, dtype=dtype))
+    put_matrices(files, module, found.a, found.b[:, :rank], order)
+    assert not found.b[:, rank:].any()
+    return Put(found.a, found.b[:, :rank])
+
 
 FAMILIES = {name: model for name, model in (MODELS | STATE_MODELS).items() if "packed" not in model[1]}
 FAMILIES["mixtral"] = ("Mixtral", {**MODELS["mixtral"][1], "num_local_experts": 4})  # that two ranks can share
@@ -162,18 +185,30 @@ def filled(name: str, checkpoint: Checkpoint, module: str) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e9])
-def test_numbers_that_are_not_finite_are_refused_by_all_ranks(tmp_path: Path, value: float) -> None:
-    """In the dtype of the model: 1e9 is none of float16. The first rank has not the column, and says the same."""
+def test_numbers_that_are_not_finite_are_refused(tmp_path: Path, value: float) -> None:
+    """In the dtype of the model: 1e9 is none of float16. The first rank has not the column of A."""
     tensors, part = usual(), PARTS["model.layers.0.mlp.down_proj"]
     tensors["base_model.model.model.layers.0.mlp.down_proj.lora_A.weight"][-1, -1] = value
     files = written(tmp_path, CONFIG, tensors)
     for columns in (range(10), range(10, 20)):
         parts = PARTS | {"model.layers.0.mlp.down_proj": _cut(part, columns)}
         module = next(one for one in fit_adapter(files, parts).modules if one.part.kind == "down")
-        with pytest.raises(BadAdapter, match=r"lora_[AB].weight has numbers that are not finite in torch.float16"):
-            part_matrices(files, module, torch.float16)
-        if value == 1e9:
-            part_matrices(files, module, torch.bfloat16)
+        for dtype in (torch.float16, torch.bfloat16, torch.float32):
+            if columns.start and (value != 1e9 or dtype == torch.float16):
+                with pytest.raises(BadAdapter, match=rf"lora_A.weight has numbers that are not finite in {dtype}"):
+                    part_matrices(files, module, dtype)
+            else:
+                part_matrices(files, module, dtype)
+
+
+def test_a_scale_that_makes_a_number_infinite_is_refused(tmp_path: Path) -> None:
+    tensors = usual()
+    tensors["base_model.model.model.layers.0.mlp.down_proj.lora_B.weight"][3, 2] = 3e4
+    files = written(tmp_path, CONFIG | {"lora_alpha": 16}, tensors)
+    module = next(one for one in fit_adapter(files, PARTS).modules if one.part.kind == "down")
+    part_matrices(files, module, torch.bfloat16)
+    with pytest.raises(BadAdapter, match=r"lora_B.weight has numbers that are not finite in torch.float16"):
+        part_matrices(files, module, torch.float16)
 
 
 def _cut(part: LinearPart, columns: range) -> LinearPart:
@@ -189,6 +224,31 @@ def test_matrices_have_the_models_dtype(tmp_path: Path, dtype: torch.dtype) -> N
             matrices = part_matrices(files, module, wanted)
             assert torch.equal(matrices.a, tensors[module.a.name].to(wanted))
             assert torch.equal(matrices.b, (tensors[module.b.name].float() * 0.75).to(wanted)), "rounded once"
+
+
+class Largest(TorchDispatchMode):
+    """The most numbers that a call into torch has computed."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **kwargs or {})
+        if not func.is_view:
+            self.numel = max(self.numel, found.numel())
+        return found
+
+
+def test_a_call_has_too_few_numbers_for_several_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pd_cluster.adapters.part_matrices.PIECE", 16)
+    files = written(tmp_path, CONFIG, usual())
+    module = next(one for one in fit_adapter(files, PARTS).modules if one.part.kind == "down")
+    a, b, memory = torch.empty(4, 20), torch.empty(8, 4), torch.empty(50)
+    with Largest() as largest:
+        put_matrices(files, module, a, b)
+        assert 0 < largest.numel <= 20, "a piece, or a row of A"
+        largest.numel = 0
+        clear(memory)
+        assert largest.numel == 16
 
 
 def test_headers_of_any_length(tmp_path: Path) -> None:

@@ -7,15 +7,17 @@ import time
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import pytest
 
 from pd_cluster.config import LoraConfig
 from pd_cluster.protocol.messages import EngineNews, EngineStats, KvStats, LoadAdapter, UnloadAdapter
 from pd_cluster.server.node import node_adapters
-from pd_connectors.protocol.adapters import ON_DEVICE, ON_FILE, AdapterRecord
+from pd_connectors.protocol.adapters import ON_DEVICE, ON_FILE, AdapterRecord, AdapterState
 from pd_connectors.protocol.feed import NodeLoad
 from pd_connectors.protocol.ticket import ALL_NODES, ORDER_HEADER, NodeOrder, sign
 from pd_http.endpoints import LOAD_PATH, UNLOAD_PATH
+from pd_http.errors import ModelNotFound
 from pd_router.watch import adapter_keeper
 from tests.router import fake_nodes as fakes
 from tests.router.fake_nodes import FakeNode
@@ -203,9 +205,13 @@ async def test_signed_orders_bind_name_path_and_digest(tmp_path: Path) -> None:
 async def test_names_and_bodies_that_no_order_may_have(tmp_path: Path) -> None:
     written(tmp_path / "a")
     async with a_pair(tmp_path) as (router, p, d):
-        for name, path, status in (("demo", "a", 400), ("tuned", "../a", 400), ("absent", "", 404), ("", "a", 400)):
-            assert (await order(router, name, path))[0] == status, name
-        for raw in (b"", b"[]", b'{"lora_name": 5}', b"\xff", b"{" * 70_000):
+        for name, path, status in (
+            ("demo", "a", 400), ("tuned", "../a", 400), ("absent", "", 404), ("", "a", 400), ("n" * 60_000, "a", 400),
+            ("tuned", "a" * 60_000, 400), ("\u00e4", "a", 400),
+        ):  # fmt: skip
+            assert (await order(router, name, path))[0] == status, name[:20]
+        deep = b'{"lora_name": "a", "lora_path": "a", "more": ' + b"[" * 60_000
+        for raw in (b"", b"[]", b'{"lora_name": 5}', b'{"lora_name": null}', b"\xff", b"{" * 70_000, deep):
             async with router.session.post(router.url + LOAD_PATH, data=raw) as answer:
                 assert answer.status in (400, 413), raw[:20]
         assert not loads(p)
@@ -306,9 +312,33 @@ async def test_a_node_that_has_lost_the_name_answers_409_and_the_router_goes_on(
 
 
 async def test_without_a_node_that_takes_adapters_the_order_says_so(tmp_path: Path) -> None:
+    """No retry can succeed."""
     async with a_node(tmp_path, "d", slots=0) as d, serving(decode=[d], admin_endpoints="open") as router:
         status, answer = await order(router, "tuned", "a")
-        assert (status, "--lora-slots" in answer["error"]["message"]) == (503, True)
+        assert (status, "--lora-slots" in answer["error"]["message"]) == (400, True)
+        assert not loads(d)
+        router.services.table.nodes[0].reachable = False
+        assert (await order(router, "tuned", "a"))[0] == 503
+
+
+async def test_an_answer_to_an_order_says_nothing_of_other_adapters_nor_of_tiers(tmp_path: Path) -> None:
+    """The feed may have said before it that the adapter is on the device, and does not say so again."""
+    written(tmp_path / "a")
+    async with a_pair(tmp_path) as (router, _, _):
+        _, told = await order(router, "tuned", "a")
+        table = router.services.table
+        node = table.nodes[0]
+        assert node.adapters is not None
+        node.adapters["tuned"] = AdapterState(node.adapters["tuned"].record, ON_DEVICE)
+        table.tell_answer(node, node.adapters["tuned"].record)
+        assert node.adapters["tuned"].tier == ON_DEVICE
+        older = msgspec.structs.replace(node.adapters["tuned"].record, digest="0" * 32, stamp=1)
+        table.tell_answer(node, older)
+        assert node.adapters["tuned"].record.digest == told["digest"]
+        table.tell_adapters(node, None)  # the feed broke
+        table.tell_answer(node, AdapterRecord("other", "a", told["digest"], 2))
+        assert node.models is not None
+        assert node.models >= {"demo", "tuned", "other"}
 
 
 async def test_a_key_sees_and_uses_its_own_adapters_only(tmp_path: Path) -> None:
@@ -332,6 +362,12 @@ async def test_a_key_sees_and_uses_its_own_adapters_only(tmp_path: Path) -> None
                 assert {card["id"] for card in (await answer.json())["data"]} == names
             async with router.session.get(router.url + "/v1/models/other", headers=headers[key]) as answer:
                 assert answer.status == (200 if "other" in names else 404)
+        admission = router.services.admission
+        assert admission is not None
+        limited = admission.find([(b"authorization", headers["one"]["authorization"].encode())]).key
+        admission.check_model(limited, "demo")
+        with pytest.raises(ModelNotFound):  # it may be loaded while the request waits for its turn
+            admission.check_model(limited, "later")
 
 
 async def test_an_adapter_that_is_on_the_device_is_worth_its_load(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import random
 from itertools import count
 from typing import TYPE_CHECKING
 
+import msgspec
 import pytest
 
 from pd_cluster.protocol.messages import Work
@@ -14,6 +15,7 @@ from tests.scheduling.world import World
 
 if TYPE_CHECKING:
     from pd_cluster.scheduling.adapter_places import AdapterPlaces
+    from pd_cluster.scheduling.sequence import Request
 
 
 def places_of(world: World) -> AdapterPlaces:
@@ -89,6 +91,19 @@ def test_no_request_waits_for_ever(num_slots: int) -> None:
     assert world.client(asked).terminal
 
 
+def take_prompts(world: World, parked: list[Request], loads: list[Request]) -> None:
+    """End loads, and begin those for which there is memory."""
+    for request in loads:
+        load = next(load for load, other in world.loads.values() if other is request)
+        world.finish_load(load)
+        world.give_first_tokens(request)
+    loads.clear()
+    for request in tuple(parked):
+        if world.reserve(request) is not None:
+            parked.remove(request)
+            loads.append(request)
+
+
 @pytest.mark.parametrize("seed", range(12))
 def test_random_walk(seed: int) -> None:
     """Short memory, loads, aborts, n > 1, unloads: each answer is right, each chunk finds its adapter."""
@@ -97,15 +112,20 @@ def test_random_walk(seed: int) -> None:
         "abcde", rng.choice((1, 2, 3)), depth=rng.choice((1, 2)), num_blocks=rng.choice((12, 20)),
         num_host_blocks=rng.choice((0, 10)), max_num_seqs=rng.choice((2, 5)), shortest_first=rng.random() < 0.5,
     )  # fmt: skip
-    places, open_ = places_of(world), []
+    places, open_, parked, loads = places_of(world), [], [], []
     for number in range(80):
         if rng.random() < 0.6:
             adapter, n = rng.choice(["", *sorted(places.in_host)]), rng.choice((1, 1, min(3, world.max_num_seqs)))
             more = {"max_tokens": rng.randint(1, 12), "n": n, "group": rng.choice(("", "g")), "adapter": adapter}
             asked = message(f"r{number}", prompt(rng.choice((3, 17, 40)), number % 3), **more)  # type: ignore[arg-type]
+            if is_handed_over := rng.random() < 0.3:
+                asked = msgspec.structs.replace(asked, work=Work.TAKE_OVER)
             open_.append(world.submit(asked))
-        if rng.random() < 0.05 and open_:
-            world.stop(rng.choice(open_))
+            if is_handed_over:
+                parked.append(open_[-1])
+        if rng.random() < 0.05 and open_ and (stopped := rng.choice(open_)) not in (*parked, *loads):
+            world.stop(stopped)
+        take_prompts(world, parked, loads)
         if rng.random() < 0.1:
             for adapter in sorted(places.in_host):
                 if not places.num_live[adapter] and adapter != "a":
@@ -114,6 +134,11 @@ def test_random_walk(seed: int) -> None:
                     break
         world.start_step()
         world.check()
+    while parked or loads:
+        take_prompts(world, parked, loads)
+        world.start_step()
+        world.now_s += 1
+        assert world.now_s < 3000, "stuck"
     world.run_until_idle()
     for request in open_:
         world.client(request).check()
@@ -134,4 +159,24 @@ def test_a_loaded_prompt_waits_for_its_adapter() -> None:
     world.give_first_tokens(asked)
     world.run_until_idle()
     world.client(asked).check()
+    world.check_empty()
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_loaded_prompt_and_one_that_needs_its_blocks_do_not_wait_for_each_other(depth: int) -> None:
+    """The first in turn has the slot and finds no blocks; the second holds the blocks and has no slot."""
+    world = with_adapters("abc", 1, num_blocks=12, depth=depth)
+    world.submit(message("running", prompt(5), adapter="c", max_tokens=12))
+    for _ in range(4):
+        world.start_step()
+    asked = world.submit(message("asked", prompt(130), adapter="b"))
+    taken = world.submit(message("taken", prompt(70, 1), work=Work.TAKE_OVER, adapter="a"))
+    load = world.reserve(taken)
+    assert load is not None
+    world.start_step()
+    world.finish_load(load)
+    world.give_first_tokens(taken)
+    world.run_until_idle()
+    for request in (asked, taken):
+        world.client(request).check()
     world.check_empty()

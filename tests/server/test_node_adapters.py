@@ -15,6 +15,7 @@ from pd_cluster.config import LoraConfig
 from pd_cluster.errors import BadAdapter, StartupError
 from pd_cluster.protocol.messages import AdapterLoaded, LoadAdapter, UnloadAdapter
 from pd_cluster.server.node import adapter_metrics, node_adapters
+from pd_connectors.protocol import adapters
 from pd_connectors.protocol.adapters import IN_HOST, AdapterRecord
 from pd_connectors.protocol.cache_space import cache_space
 from pd_connectors.protocol.ticket import ORDER_HEADER, NodeOrder, sign
@@ -294,6 +295,20 @@ async def test_metrics_name_adapters_up_to_a_bound(tmp_path: Path, monkeypatch: 
         release.set()
         assert (await asked)[0] == 200
         assert 'running_lora_adapters=""' in node.state.metrics.render().decode()
+        assert not node.state.adapters._in_use, "names come and go without end"
+
+
+async def test_what_was_told_of_forgotten_names_is_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adapters, "MAX_RECORDS", 2)
+    written(tmp_path / "a")
+    async with a_node(tmp_path) as node:
+        found = await digest(node, tmp_path)
+        for number in range(1, 12, 2):
+            await give(node, "hold", AdapterRecord(f"name{number}", "a", found, number))
+            node.state.adapters.changed_states()
+            await give(node, "hold", AdapterRecord(f"name{number}", stamp=number + 1), action="unload_adapter")
+            node.state.adapters.changed_states()
+        assert len(node.state.adapters._told) == len(node.state.adapters.states()) == 2
 
 
 async def test_a_request_that_found_the_adapter_before_a_replacement_is_served(tmp_path: Path) -> None:

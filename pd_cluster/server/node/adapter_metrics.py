@@ -31,6 +31,5 @@ class AdapterCollector(Collector):
         for state in states[: min(MAX_LABELS, len(self._adapters.live))]:
             loaded.add_metric([state.record.name, LEVELS[state.tier]], 1)
         info = GaugeMetricFamily("pd_lora_requests_info", "Unix time; labels name adapters.", None, REQUESTS_LABELS)
-        names = sorted(name for name, count in self._adapters.in_use.items() if name and count)
-        info.add_metric([",".join(names[:MAX_LABELS]), "", str(self._adapters.num_slots)], time.time())
+        info.add_metric([",".join(self._adapters.in_use[:MAX_LABELS]), "", str(self._adapters.num_slots)], time.time())
         yield from (loaded, info)

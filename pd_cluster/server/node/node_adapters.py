@@ -56,7 +56,7 @@ class NodeAdapters:
         """`model_names`: which no adapter may have."""
         self.on_change: Callable[[], None] = lambda: None
         self.is_ready = not config.lora  # the adapters of the command line are there
-        self.in_use: Counter[str] = Counter()  # name -> requests under way
+        self._in_use: Counter[str] = Counter()  # name -> requests under way
         self._config = config
         self._engine = engine
         engine.on_adapter = self._answered
@@ -79,6 +79,23 @@ class NodeAdapters:
         """Those that requests may name."""
         return [record for record in self._records.values() if record.is_live]
 
+    @property
+    def in_use(self) -> list[str]:
+        """Names of which requests are under way."""
+        return sorted(self._in_use)
+
+    def begin_request(self, name: str) -> None:
+        """`name`: "" of the base model."""
+        if name:
+            self._in_use[name] += 1
+
+    def end_request(self, name: str) -> None:
+        """Once after each `begin_request`."""
+        if name and self._in_use[name] > 1:
+            self._in_use[name] -= 1
+        else:
+            del self._in_use[name]
+
     def digest_of(self, name: str | None) -> str:
         """Of the adapter of this name; "": there is none."""
         record = self._records.get(name or "")
@@ -98,8 +115,9 @@ class NodeAdapters:
         if self._levels == self._engine_levels:
             return ()
         self._levels = self._engine_levels
-        found = tuple(one for one in self.states() if self._told.get(one.record.name) != one)
-        self._told.update({one.record.name: one for one in found})
+        states = self.states()
+        found = tuple(one for one in states if self._told.get(one.record.name) != one)
+        self._told = {one.record.name: one for one in states}
         return found
 
     # --- orders

@@ -111,11 +111,11 @@ class GenerationStream:
         self._stream.step_bytes = 3 * self.request.sampling.step_bytes  # three times: they leave as one event each
         if self.request.charge is not None:
             self.request.charge.include()
-        self._state.adapters.in_use.update((self.request.space.name,))
+        self._state.adapters.begin_request(self.request.space.name)
         return self
 
     async def __aexit__(self, *exc: object) -> None:
-        self._state.adapters.in_use.subtract((self.request.space.name,))
+        self._state.adapters.end_request(self.request.space.name)
         try:
             self._count()
         finally:

@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from pd_connectors.protocol.adapters import AdapterRecord
+from pd_connectors.protocol.adapters import MAX_PATH_CHARS, AdapterRecord
 from pd_http.body import read_body
 from pd_http.endpoints import LOAD_PATH
 from pd_http.errors import AdapterConflict, InvalidRequest, ModelNotFound
+from pd_http.names import MAX_NAME_CHARS, is_name
 from pd_http.reply import json_response
 from pd_router.errors import NodeFailed, NoNode, WorkerLate
 from pd_router.nodes.node_table import Role
@@ -67,10 +68,12 @@ class ClusterAdapters:
         is_load = request.url.path == LOAD_PATH
         asked, in_place = await self._asked(request, "load_adapter" if is_load else "unload_adapter")
         async with self._turn:
-            nodes = [node for node in self._s.table.nodes if node.reachable and node.lora_slots]
-            if not nodes:
-                raise NoNode("no node that serves adapters is reachable: nodes need --lora-slots")
             self._check(asked, is_load=is_load, in_place=in_place)
+            nodes = [node for node in self._s.table.nodes if node.reachable and node.lora_slots]
+            if not nodes and any(node.reachable for node in self._s.table.nodes):
+                raise InvalidRequest("no node serves adapters: start nodes with --lora-dir or --lora-slots")
+            if not nodes:
+                raise NoNode("no node is reachable; try again later")
             asked = msgspec.structs.replace(asked, stamp=self._s.table.adapters.next_stamp(self._s.wall_clock()))
             record = await self._prepared(nodes, asked) if is_load else asked
             await self._hold(nodes, record)
@@ -87,7 +90,7 @@ class ClusterAdapters:
             body = (
                 msgspec.json.decode(raw, type=AdapterBody) if raw.strip() not in (b"", b"{}") or order is None else None
             )
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise InvalidRequest(f"the body is not that of an order about an adapter: {error}") from error
         if order is None:
             assert body is not None
@@ -102,6 +105,8 @@ class ClusterAdapters:
 
     def _check(self, asked: AdapterRecord, *, is_load: bool, in_place: bool) -> None:
         table, name = self._s.table, asked.name
+        if not is_name(name) or len(asked.path) > MAX_PATH_CHARS:  # they go into a header of each node's order
+            raise InvalidRequest(f"a name has up to {MAX_NAME_CHARS} ASCII characters, a path {MAX_PATH_CHARS}")
         if any(name in (node.base_models or ()) for node in table.nodes):
             raise InvalidRequest(f"{name!r} is the name of a model", "lora_name")
         is_known = table.adapters.find(name) is not None

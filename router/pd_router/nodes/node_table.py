@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 from weakref import WeakValueDictionary
 from zlib import crc32
 
-from pd_connectors.protocol.adapters import LEVELS, ON_FILE
+from pd_connectors.protocol.adapters import LEVELS, ON_FILE, AdapterState, newer
 from pd_http.body import longest_body
 from pd_http.errors import ModelNotFound
 from pd_router.nodes.adapter_table import AdapterTable
@@ -29,7 +29,7 @@ from pd_router.nodes.told_context import ToldContext
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from pd_connectors.protocol.adapters import AdapterState
+    from pd_connectors.protocol.adapters import AdapterRecord
     from pd_router.config import RouterConfig
     from pd_router.nodes.role_order_note import RoleOrderNote
 
@@ -242,10 +242,23 @@ class NodeTable:
             self.adapters.learn(state.record)
         self._set_names(node, node.base_models)
 
+    def tell_answer(self, node: Node, record: AdapterRecord) -> None:
+        """Note what the node has answered to an order. Its feed may have said as much before, and where it lies."""
+        self.adapters.learn(record)
+        if node.adapters is None:  # it has said nothing of the others
+            if node.models is not None and record.is_live:
+                self._set_names(node, node.models | {record.name})
+        elif newer({name: one.record for name, one in node.adapters.items()}, record):
+            self.tell_adapters(node, (AdapterState(record),))
+
     def is_adapter(self, name: str) -> bool:
-        """Whether a node says so, or may have said so before its feed is read."""
+        """Whether a node says so, or may have said so before its feed is read; or it is no model's name.
+
+        An adapter may get such a name while a request waits for its turn.
+        """
+        is_model = not self.nodes or any(name in (node.base_models or (name,)) for node in self.nodes)
         listed = any(name in (node.models or ()) and name not in (node.base_models or ()) for node in self.nodes)
-        return listed or self.adapters.find(name) is not None
+        return listed or not is_model or self.adapters.find(name) is not None
 
     def having(self, adapter: str) -> dict[Node, AdapterState]:
         """The nodes with the adapter of this name, and what each tells of it."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
-from pd_connectors.protocol.adapters import ON_FILE, AdapterRecord, AdapterState
+from pd_connectors.protocol.adapters import AdapterRecord
 from pd_connectors.protocol.ticket import ORDER_HEADER, NodeOrder, sign
 from pd_http.endpoints import LOAD_PATH, UNLOAD_PATH
 from pd_http.node_answers import object_in
@@ -70,7 +70,7 @@ class AdapterKeeper:
         except (KeyError, AttributeError, msgspec.ValidationError) as error:
             raise AdapterRefused(node, 502, "it is of another engine or release") from error
         if step == "hold":
-            self._table.tell_adapters(node, (AdapterState(told, ON_FILE),))
+            self._table.tell_answer(node, told)
         return told
 
     async def follow(self, node: Node) -> None:
