@@ -312,7 +312,7 @@ async def test_d_killed_while_it_reads(part: Part, cluster: GatedCluster) -> Non
     with cluster.held(), cluster.spoken():
         begun = cluster.call(SHORT, P_FIRST, stream=True, num_tokens=2 * SPOKEN, url=router.url)
         await generates(cluster, begun)
-        call = await cluster.reading("d0", route, stream=part is Part.API)
+        call = await cluster.reading("d0", route, url=router.url, stream=part is Part.API)
         await cluster.d0.kill(part)
         outcome = await call.outcome()
         check_error(outcome, *((503, "engine_died") if part is Part.ENGINE else (502, "node_failed")))
