@@ -66,7 +66,7 @@ async def check_cuts(cluster: HostCluster) -> None:
 
 
 @pytest.mark.slow
-def test_a_stream_whose_decode_node_is_cut_off_goes_on_at_the_prefill_node() -> None:
+def test_a_stream_with_a_decode_node_that_is_cut_off_goes_on_at_the_prefill_node() -> None:
     """Apart, for its CPU: the steps of three long streams."""
 
     async def check(cluster: HostCluster) -> None:
