@@ -88,7 +88,7 @@ async def test_it_starts_serves_and_stops() -> None:
     report = await reach(unit, UnitPhase.READY)
     assert (report.ray_node, report.host) == ("ray-node", "127.0.0.1")
     async with httpx.AsyncClient(timeout=HANG_S, trust_env=False) as client:
-        assert (await client.get(f"{report.url}/nodes")).json() == {"nodes": []}
+        assert (await client.get(f"{report.url}/nodes")).json() == {"nodes": [], "balance": None}
     process = psutil.Process(report.pid)
     assert SECRET not in " ".join(process.cmdline())
     environment = process.environ()

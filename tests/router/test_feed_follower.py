@@ -310,7 +310,10 @@ async def test_the_report_and_the_metrics_tell_the_load() -> None:
         assert first["load"] == {
             "feed": "live", "queued_tokens": 100, "sequences": 0, "free_tokens": 64, "stream_room": None,
             "cached_blocks": 1,
-            "engine": {"running": 0, "waiting": 0, "slots": 0, "free_blocks": 4, "num_blocks": 0, "step_ms": 0.0},
+            "engine": {
+                "running": 0, "waiting": 0, "slots": 0, "free_blocks": 4, "num_blocks": 0, "step_ms": 0.0,
+                "block_size": 16, "context": 0, "token_s": 0.0, "key_s": 0.0, "context_s": 0.0,
+            },
         }  # fmt: skip
         assert (second["load"]["feed"], second["load"]["free_tokens"]) == ("none", None)
         labels = {"node": "p", "url": nodes[0].url, "role": "mixed"}
