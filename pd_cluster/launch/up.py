@@ -208,7 +208,7 @@ class _Cluster:
         death = asyncio.create_task(supervisor.first_death())
         try:
             async with asyncio.timeout(ROUTER_DEADLINE_S):
-                while not await asyncio.to_thread(_healthy, url):
+                while not await asyncio.to_thread(_healthy, url, len(self._plans)):
                     if death.done():
                         raise StartupError(f"{describe_death(death.result())} before the cluster was healthy")
                     await asyncio.sleep(HEALTH_PERIOD_S)
@@ -259,7 +259,8 @@ def curl_line(url: str, model: str, demo: bool, *, has_keys: bool = False) -> st
     return f"curl {url}/v1/chat/completions {headers} -d {shlex.quote(json.dumps(body))}"
 
 
-def _healthy(url: str) -> bool:
+def _healthy(url: str, num_nodes: int) -> bool:
+    """Whether the router serves, from all nodes: prefill nodes alone serve, too."""
     # The certificate need not name this address: the router listens on a socket that this process has opened
     own_router = ssl.create_default_context()
     own_router.check_hostname, own_router.verify_mode = False, ssl.CERT_NONE
@@ -269,7 +270,7 @@ def _healthy(url: str) -> bool:
     )
     try:
         with opener.open(f"{url}/health", timeout=HEALTH_TIMEOUT_S) as answer:
-            status: int = answer.status
-            return status == 200
-    except (urllib.error.URLError, OSError):
+            healthy: dict[str, int] = json.load(answer).get("healthy", {})
+            return answer.status == 200 and sum(healthy.values()) >= num_nodes
+    except (urllib.error.URLError, OSError, ValueError):
         return False

@@ -365,7 +365,7 @@ def doubted(bench: Bench) -> float:
     return 50.0
 
 
-def test_the_load_whose_answer_ends_a_silence_is_read_over_a_new_endpoint(bench: Bench) -> None:
+def test_the_load_with_the_answer_that_ends_a_silence_is_read_over_a_new_endpoint(bench: Bench) -> None:
     now = doubted(bench)
     ticket = bench.begin("c", now=now)
     bench.announce(ticket, now)

@@ -96,7 +96,8 @@ def test_addresses_of_the_cluster_are_asked_themselves(world: tuple[str, list[st
 
     assert httpx.get(f"{url}/x").status_code == 200
     assert proxied == [f"{url}/x"], "the environment names a proxy, which clients ask by default"
-    assert _healthy(url)
+    assert _healthy(url, 0)
+    assert not _healthy(url, 1), "it tells of no node"
     assert main(["nodes", "list", "--router", url]) == 0
     asyncio.run(bench())
     assert (asked, len(proxied)) == (["/health", "/nodes", "/v1/models"], 1)

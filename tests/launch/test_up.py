@@ -142,7 +142,8 @@ def test_up_answers_and_heals_and_stops(launcher: Launcher) -> None:
     cluster.wait_line("router was killed by SIGKILL: restarting it in 0.5 s (restart 1)")
     cluster.wait_line("decode-0 exited with status 1: restarting it in 0.5 s (restart 1)")
     cluster.wait_line("decode-0 is back: it was down for ")
-    wait_equal(lambda: httpx.get(f"{url}/health", timeout=HANG_S).json()["healthy"]["decode"], 1)  # a look each second
+    one_each = {"prefill": 1, "decode": 1}
+    wait_equal(lambda: httpx.get(f"{url}/health", timeout=HANG_S).json()["healthy"], one_each)  # it looks each 0.5 s
     answer = ask(cluster)
     assert answer.json()["choices"][0]["message"]["content"] == "Oskar 2210"
     assert (answer.headers["x-pd-prefill"], answer.headers["x-pd-decode"]) == ("prefill-0", "decode-0")

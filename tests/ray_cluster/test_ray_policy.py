@@ -216,7 +216,7 @@ def test_a_url_that_comes_back_is_removed_before_it_is_added() -> None:
     ]  # fmt: skip
 
 
-def test_a_node_whose_role_an_order_has_changed_is_not_posted_again() -> None:
+def test_a_node_with_a_role_that_an_order_has_changed_is_not_posted_again() -> None:
     """Of `balance: true`: else the controller would post it in each round for as long as it runs."""
     moved = replace(routed("decode-2"), role="prefill", has_moved=True)
     assert unit_orders([unit("decode-2")], [moved]) == []

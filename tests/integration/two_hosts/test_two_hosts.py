@@ -60,14 +60,33 @@ async def check_cuts(cluster: HostCluster) -> None:
         await until(cluster.fallbacks, "D hears nothing of P, and computes the prompt")
     await cluster.hands_over_again(load, seen)
     await downed(cluster, network.cut("p", "r"), "prefill", load, seen, "direct; reason=no-prefill-node")
-    expected = await Call(cluster.url("r"), long_stream()).outcome()
-    cut = Call(cluster.url("r"), long_stream())
-    await cut.begun()
     await downed(cluster, network.parted("d", "r"), "decode", load, seen, "direct; reason=no-decode-node")
-    (await cut.outcome()).check(expected)
-    await until(cluster.has_continued, "P went on with the stream")
     assert (seen.altered, seen.failed) == ([], {})
     await cluster.wait_clean()
+
+
+@pytest.mark.slow
+def test_a_stream_with_a_decode_node_that_is_cut_off_goes_on_at_the_prefill_node() -> None:
+    """Apart, for its CPU: the steps of three long streams."""
+
+    async def check(cluster: HostCluster) -> None:
+        load, seen = Load(cluster.url("r"), num_tokens=6), Seen()
+        await load.learn()
+        expected = await Call(cluster.url("r"), long_stream()).outcome()
+        cut = Call(cluster.url("r"), long_stream())
+        await cut.begun()
+        parted = cluster.network.parted("d", "r")
+        await downed(cluster, parted, "decode", load, seen, "direct; reason=no-decode-node")
+        (await cut.outcome()).check(expected)
+        await until(cluster.has_continued, "P went on with the stream")
+        assert (seen.altered, seen.failed) == ([], {})
+        await cluster.wait_clean()
+
+    def work() -> None:
+        with three_hosts() as network, Launcher() as launcher:
+            asyncio.run(check(HostCluster(launcher, network)))
+
+    in_thread(work)
 
 
 def long_stream() -> dict[str, Any]:
