@@ -52,7 +52,6 @@ class CoarseNode:
         self._key_s = (device.seconds(far) / device.step_tokens - self.token_s) / 8192
         self.num_streams = self.context = 0
         self.step_s, self._step_tokens = inf, 0.0
-        self.stream_s = self._read_s = 0.0  # a step with one stream more, and a token of a prompt that comes
         self._tokens = self._read = self._asked = self._at_s = 0.0  # of a stream since the start; of prompts, and asked
         self._streams: list[tuple[float, int, int]] = []  # heap: the token at which it ends, request, context
         self._prompts: deque[tuple[float, int]] = deque()
@@ -107,7 +106,7 @@ class CoarseNode:
         return self._at_s + max(0.0, found) * self.step_s, Ended.PROMPT if steps < ends else Ended.STREAM
 
     def refresh(self) -> None:
-        """What the choice of nodes goes by. After each change."""
+        """Seconds of a step with one stream more, and of a token of a prompt that comes. After each change."""
         step_s, tokens = self._pace(is_reading=True)
         num, context = self.num_streams, self.context // ROUGH * ROUGH
         if (num, context) not in self._with_one:

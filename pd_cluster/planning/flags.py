@@ -36,8 +36,6 @@ def add_plan_flags(parser: argparse.ArgumentParser) -> None:
     report.add_argument("--json", default="", metavar="FILE", help="Write what was found; with --check: the plan.")
     report.add_argument("--plot", default="", metavar="FILE", help="Attainment over rate. Needs matplotlib.")
     check = parser.add_argument_group("a running cluster")
-    check.add_argument(
-        "--check", action="append", default=[], metavar="URL",
-        help="A router; each, if there are several: compare what they do with the plan in --json, and plan nothing.",
-    )  # fmt: skip
+    text = "A router; each of several: compare what they do with the plan in --json, and plan nothing."
+    check.add_argument("--check", action="append", default=[], metavar="URL", help=text)
     check.add_argument("--minutes", type=float, default=2.0, metavar="M", help="To look at it for (default: 2).")

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from math import sqrt
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
@@ -31,13 +31,10 @@ ASK_S = 10.0  # for an answer of a router or node
 LEAST_REQUESTS = 100  # that must have been answered between the two looks
 APART = 0.1  # of what was planned, or SIGMAS of what so few requests scatter
 SIGMAS = 3
-NOT_KNOWN = (
-    "Not known: how requests are spread within these minutes, lengths beyond their means, which part of a step was "
-    "prompts, waits for KV memory."
-)
+NOT_KNOWN = "Not known: bursts, lengths beyond their means, what part of a step was prompts, waits for KV memory."
 LOAD_TERMS = ("requests/s", "prompt tokens", "answer tokens", "prefix hits")
 STEPS, ANSWERS, HANDOVER = ("steps", "step_tokens", "step_seconds"), "generation_tokens_total", "handover_step_seconds"
-Sample = tuple[str, tuple[tuple[str, str], ...]]  # name and labels
+Growth: TypeAlias = "dict[tuple[str, tuple[tuple[str, str], ...]], float]"  # by name and labels
 
 
 class CheckedTerm(NamedTuple):
@@ -55,26 +52,26 @@ class CheckedTerm(NamedTuple):
         return self.seen - self.planned if self.is_share or not self.planned else self.seen / self.planned - 1
 
 
-class CounterGrowth:
-    """By what one exposition of metrics has grown between two looks."""
+def growth(before: str, after: str) -> Growth:
+    """Of two expositions of metrics. Raises ValueError when one is none, or when what it counts began anew."""
+    first, last = (
+        {(one.name, tuple(sorted(one.labels.items()))): one.value for family in families for one in family.samples}
+        for families in map(text_string_to_metric_families, (before, after))
+    )
+    if not first:
+        raise ValueError("tells no metrics")
+    workers = [{dict(labels).get("worker") for _, labels in one} for one in (first, last)]
+    if workers[0] != workers[1]:
+        raise ValueError("has workers of which one told nothing: check again")
+    if any(last.get(key, -1.0) < value for key, value in first.items() if key[0].endswith(("_total", "_count"))):
+        raise ValueError("was started again between the two looks: check again")
+    return {key: value - first.get(key, 0.0) for key, value in last.items()}
 
-    def __init__(self, before: str, after: str) -> None:
-        """Raises ValueError when it is none, or when what it counts began anew."""
-        first, last = _samples(before), _samples(after)
-        if not first:
-            raise ValueError("tells no metrics")
-        if _workers(first) != _workers(last):
-            raise ValueError("has workers of which one told nothing: check again")
-        if any(last.get(key, -1.0) < value for key, value in first.items() if key[0].endswith(("_total", "_count"))):
-            raise ValueError("was started again between the two looks: check again")
-        self._grown = {key: value - first.get(key, 0.0) for key, value in last.items()}
 
-    def of(self, name: str, **labels: str) -> float:
-        """Summed over all other labels."""
-        wanted = labels.items()
-        return sum(
-            value for (known, own), value in self._grown.items() if known == name and wanted <= dict(own).items()
-        )
+def total(growths: Iterable[Growth], name: str, **labels: str) -> float:
+    """Over all other labels."""
+    pairs = (pair for one in growths for pair in one.items())
+    return sum(value for (known, own), value in pairs if known == name and labels.items() <= dict(own).items())
 
 
 class ClusterLook(NamedTuple):
@@ -91,16 +88,17 @@ class SeenCluster:
     """Of the time between two looks."""
 
     seconds: float
+    num: float  # answered requests
     setting: list[list[int]]  # numbers of nodes, and their ranks, by role
-    routers: list[CounterGrowth]
-    nodes: dict[str, list[CounterGrowth]] = field(default_factory=dict)  # by role
+    routers: list[Growth]
+    nodes: dict[str, list[Growth]] = field(default_factory=dict)  # by role
     notes: list[str] = field(default_factory=list)
 
     def router(self, name: str, **labels: str) -> float:
-        return _sum(self.routers, f"pd_router_{name}", **labels)
+        return total(self.routers, f"pd_router_{name}", **labels)
 
     def node(self, name: str, **labels: str) -> float:
-        return _sum(chain(*self.nodes.values()), f"pd_{name}", **labels)
+        return total(chain(*self.nodes.values()), f"pd_{name}", **labels)
 
 
 def run_plan_check(namespace: argparse.Namespace) -> int:
@@ -115,11 +113,9 @@ def run_plan_check(namespace: argparse.Namespace) -> int:
 
     seen = asyncio.run(checked())
     terms = compare(plan, seen)
-    allowed = max(APART, SIGMAS / sqrt(seen.router("requests_total", outcome="ok")))
-    parting = [one for one in terms if one.apart is not None and abs(one.apart) > allowed]
-    table = Table(
-        "term", "planned", "seen", "apart", title=f"{seen.seconds:.0f} s; nothing is apart within {allowed:.0%}"
-    )
+    parting = [one for one in terms if one.apart is not None and abs(one.apart) > allowed_of(seen.num)]
+    title = f"{seen.seconds:.0f} s; nothing is apart within {allowed_of(seen.num):.0%}"
+    table = Table("term", "planned", "seen", "apart", title=title)
     for one in terms:
         figures = ("not known" if value is None else f"{value:.4g}" for value in (one.planned, one.seen))
         table.add_row(one.name, *figures, "" if one.apart is None else f"{one.apart:+.1%}")
@@ -132,12 +128,10 @@ def run_plan_check(namespace: argparse.Namespace) -> int:
 
 def verdict_of(parting: Sequence[CheckedTerm]) -> str:
     """Steps follow from the load, so that comes first."""
-    if not parting:
-        return "It does what the plan expected."
-    loads = [one.name for one in parting if one.name in LOAD_TERMS]
-    if loads:
+    names = [one.name for one in parting]
+    if loads := [name for name in names if name in LOAD_TERMS]:
         return f"The load is another one than planned: {', '.join(loads)}. Steps follow from it: plan again with it."
-    return f"The load is as planned; it parts in: {', '.join(one.name for one in parting)}."
+    return f"The load is as planned; it parts in: {', '.join(names)}." if names else "It does what the plan expected."
 
 
 async def watch(
@@ -149,29 +143,29 @@ async def watch(
     await wait()
     last = await _look(client, urls, clock())
     try:
-        routers = [CounterGrowth(*pair) for pair in zip(first.routers, last.routers, strict=True)]
+        routers = [growth(*pair) for pair in zip(first.routers, last.routers, strict=True)]
     except ValueError as error:
         raise StartupError(f"the router at {', '.join(urls)} {error}") from error
     used = [node for node in last.nodes if node["state"] == "active" and node["healthy"]]
     ranks = {role: max((n["tp"] or 1 for n in used if n["role"] == role), default=1) for role in RoleCounts._fields}
     numbers = [sum(node["role"] == role for node in used) for role in RoleCounts._fields]
-    seen = SeenCluster(last.at_s - first.at_s, [numbers, list(ranks.values())], routers)
+    num = total(routers, "pd_router_requests_total", outcome="ok")
+    seen = SeenCluster(last.at_s - first.at_s, num, [numbers, list(ranks.values())], routers)
     roles = {node["url"]: node["role"] for node in first.nodes}
     for node in used:
         url, role = node["url"], node["role"]
         try:
             if role != roles.get(url) or url not in first.told.keys() & last.told.keys():
                 raise ValueError("changed its role, or gives no metrics")
-            growth = CounterGrowth(first.told[url], last.told[url])
-            seen.nodes.setdefault(role, []).append(growth)
+            seen.nodes[role] = [*seen.nodes.get(role, ()), growth(first.told[url], last.told[url])]
         except ValueError as error:
             seen.notes.append(f"Steps of {node['node_id']} are not known: it {error}.")
-    num, told, given = seen.router("requests_total", outcome="ok"), seen.router(ANSWERS), seen.node(ANSWERS)
+    told, given = seen.router(ANSWERS), seen.node(ANSWERS)
     if num < LEAST_REQUESTS:
         raise StartupError(
             f"{num:.0f} requests were answered in {seen.seconds:.0f} s: a check needs {LEAST_REQUESTS}: more --minutes"
         )
-    if given > (1 + max(APART, SIGMAS / sqrt(num))) * told:
+    if given > (1 + allowed_of(num)) * told:
         seen.notes.append(
             f"Nodes gave {given:.0f} tokens and these routers {told:.0f}: others send to these nodes, and "
             "their steps are of all requests. Name each router with --check."
@@ -180,7 +174,7 @@ async def watch(
 
 
 def compare(plan: dict[str, Any], seen: SeenCluster) -> list[CheckedTerm]:
-    num, prompt_tokens = seen.router("requests_total", outcome="ok"), seen.router("prompt_tokens_total")
+    num, prompt_tokens = seen.num, seen.router("prompt_tokens_total")
     came = seen.router("requests_total") + seen.router("requests_in_flight")
     load = plan["load"]
     hits = _by(seen.router("cached_tokens_total"), prompt_tokens)
@@ -198,7 +192,7 @@ def compare(plan: dict[str, Any], seen: SeenCluster) -> list[CheckedTerm]:
     figures = planned["figures"] if planned else {"steps": {}, "attained": None}
     for role, growths in seen.nodes.items():
         told = figures["steps"].get(role, [0, 0, 0.0])
-        own = [_sum(growths, f"pd_engine_{name}_total") for name in STEPS]
+        own = [total(growths, f"pd_engine_{name}_total") for name in STEPS]
         for at, what, scale in ((2, "ms", 1e3), (1, "tokens", 1)):
             figure = _by(scale * told[at], told[0]), _by(scale * own[at], own[0])
             terms.append(CheckedTerm(f"{role}: {what} of a step", *figure))
@@ -234,16 +228,6 @@ async def _text(client: httpx.AsyncClient, url: str) -> str:
     return answer.text
 
 
-def _samples(text: str) -> dict[Sample, float]:
-    """Raises ValueError."""
-    families = text_string_to_metric_families(text)
-    return {(one.name, tuple(sorted(one.labels.items()))): one.value for family in families for one in family.samples}
-
-
-def _workers(samples: dict[Sample, float]) -> set[str | None]:
-    return {dict(labels).get("worker") for _, labels in samples}
-
-
 def _read_plan(path: Path) -> dict[str, Any]:
     try:
         plan: dict[str, Any] = json.loads(path.read_bytes())
@@ -254,8 +238,8 @@ def _read_plan(path: Path) -> dict[str, Any]:
     raise StartupError(f"--check needs the --json of a plan by this release: {path} is none")
 
 
-def _sum(growths: Iterable[CounterGrowth], name: str, **labels: str) -> float:
-    return sum(growth.of(name, **labels) for growth in growths)
+def allowed_of(num: float) -> float:
+    return max(APART, SIGMAS / sqrt(num))
 
 
 def _by(value: float, num: float) -> float | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
+from operator import attrgetter
 from statistics import mean
 from typing import TYPE_CHECKING
 
@@ -143,10 +144,8 @@ def print_plan(sought: Sought, judged: list[Judged], enough: float, card: str, m
 def write_plan(path: Path, sought: Sought, judged: list[Judged], num_settings: int) -> None:
     """Raises StartupError."""
     tables = {ranks: {**msgspec.to_builtins(one), "points": len(one.points)} for ranks, one in sought.tables.items()}
-    load = {
-        "prompt_tokens": mean(one.num_input for one in sought.arrivals),
-        "answer_tokens": mean(one.num_output for one in sought.arrivals),
-    }
+    lengths = (("prompt_tokens", attrgetter("num_input")), ("answer_tokens", attrgetter("num_output")))
+    load = {name: mean(map(length, sought.arrivals)) for name, length in lengths}
     record = {
         "kind": "plan", "load": load, "handover_ms": 1e3 * MEASURED.link_s,
         "num_requests": len(sought.arrivals), "rate": sought.rate, "ttft_ms": sought.ttft_ms,

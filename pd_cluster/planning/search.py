@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from pd_cluster.planning.step_table import StepTable
 
 BEST, SWEPT = 5, 3  # settings that are simulated finely; and under other rates, beside the best replicas
+MET = 0.999  # of a load from which on lower rates are not simulated: they are met, too
 RATES = (0.5, 0.75, 1.25, 1.5, 2.0)  # times the load's
 FINE_TOKENS = 300_000  # of answers that one fine simulation has, about: 20 us each
 SHORT = 3  # so many times fewer for other draws, steps and rates
@@ -105,8 +106,9 @@ def search(
         judged = [_judged(setting, found[at * size : (at + 1) * size]) for at, setting in enumerate(chosen)]
         judged.sort(key=lambda one: (-round(one.figures.attained, 2), -one.goodput(sought.rate)))
         swept = judged[:SWEPT] + [one for one in judged[SWEPT:] if one.setting.is_replicas]
-        rates = [(one, scale) for one in swept for scale in RATES]
-        jobs = [(one.setting, _at_rate(short, scale), 1.0, sought.seed, True) for one, scale in rates]
+        rates = [(one, scale) for one in swept for scale in RATES if scale > 1 or one.figures.attained < MET]
+        at_rates = {scale: [replace(one, at_s=one.at_s / scale) for one in short] for scale in RATES}
+        jobs = [(one.setting, at_rates[scale], 1.0, sought.seed, True) for one, scale in rates]
         found = all_of("rates", finely, [light] * len(jobs), *zip(*jobs, strict=True))
         for one in swept:
             ours = [(scale, f.attained) for (which, scale), f in zip(rates, found, strict=True) if which is one]
@@ -185,10 +187,6 @@ def _fine(arrivals: list[Arrival], times: int) -> list[Arrival]:
         num += 1
     start_s = arrivals[0].at_s
     return [replace(one, at_s=one.at_s - start_s) for one in arrivals[:num]]
-
-
-def _at_rate(arrivals: list[Arrival], scale: float) -> list[Arrival]:
-    return [replace(one, at_s=one.at_s / scale) for one in arrivals]
 
 
 def _percentiles(ordered: Sequence[float]) -> tuple[float, float, float]:

@@ -83,9 +83,11 @@ class SimulatedCluster:
         """Raises StartupError."""
         roles.check()
         self.world, self._delays = VirtualTime(seed), delays or Delays()
-        self.prefills = [self._node(rule, devices.prefill, "prefill") for _ in range(roles.prefill)]
-        self.decodes = [self._node(rule, devices.decode) for _ in range(roles.decode)]
-        self.mixed = [self._node(rule, devices.mixed, "mixed") for _ in range(roles.mixed)]
+        kinds = (("prefill", devices.prefill), ("", devices.decode), ("mixed", devices.mixed))
+        self.prefills, self.decodes, self.mixed = (
+            [SimulatedNode(self.world, rule, device, role=role) for _ in range(number)]
+            for (role, device), number in zip(kinds, roles, strict=True)
+        )
         self._config = self._router_config(rule)
         self._policy = CostPolicy(self._config)
         self._table = NodeTable(self._config, lambda: self.world.now_s)
@@ -96,9 +98,6 @@ class SimulatedCluster:
             node.reachable = True
         self._turns = count()
         self.num_short = 0  # times that a handover waited for memory
-
-    def _node(self, rule: Rule, device: Device, role: str = "") -> SimulatedNode:
-        return SimulatedNode(self.world, rule, device, role=role)
 
     def _router_config(self, rule: Rule) -> RouterConfig:
         slo_ttft_ms = 0.0 if rule.targets.ttft_s == inf else 1e3 * rule.targets.ttft_s

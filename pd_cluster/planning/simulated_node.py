@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from copy import deepcopy
 from dataclasses import dataclass
 from math import exp, inf
 from typing import TYPE_CHECKING
@@ -59,13 +58,6 @@ class VirtualTime(EventQueue):
         super().__init__()
         self.rng = random.Random(seed)
         self.counted_s = (0.0, inf)  # steps that end within are tallied
-        self._models: dict[Device, StepModel] = {}
-
-    def model_of(self, device: Device) -> StepModel:
-        """A model of its own for a node, fitted to the device's steps. A fit takes 0.1 s, so there is one for all."""
-        if device not in self._models:
-            self._models[device] = StepModel(steps_at_start(device))
-        return deepcopy(self._models[device])
 
 
 class SimulatedNode:
@@ -84,11 +76,12 @@ class SimulatedNode:
         most = num_blocks or device.num_blocks
         slabs = KvSlabs(1, most * group.block_bytes, (most,))
         self.blocks = blocks or BlockManager((group,), slabs, prefix_caching=num_blocks > 0)
-        self.model = world.model_of(device) if is_measured else StepModel()
+        times = steps_at_start(device) if is_measured else ()
+        self.model = StepModel(times)
         self.room = StreamRoom(rule.targets.tpot_s, device.max_seqs, self.model, lambda: world.now_s)
         role = role or ("decode" if rule.usual else "mixed")
         self.room.prompts_first = role == "prefill"
-        model = deepcopy(self.model) if rule.usual and role == "decode" else self.model
+        model = StepModel(times) if rule.usual and role == "decode" else self.model
         targets = rule.targets.on(role, "cuda:0", model)
         self.room.gap_s = targets.itl_s
         self.budget = StepBudget(targets, self.model, lambda: world.now_s, self._busy_s)

@@ -65,6 +65,17 @@ def test_a_search_is_repeatable_and_ranks_by_attainment() -> None:
         rates, attained = zip(*one.by_rate.items(), strict=True)
         assert list(rates) == sorted(rates)
         assert attained[0] > attained[-1], "more requests a second"
+        assert rates[0] < 26.0, "not all of the load is met, so lower rates are simulated"
+        steps = one.figures.steps
+        assert set(steps) == {role for role, number in one.setting.roles._asdict().items() if number}
+        assert all(num and tokens >= num and 1e-3 < seconds / num < 0.1 for num, tokens, seconds in steps.values())
+
+
+def test_rates_below_a_load_that_is_met_are_left_out() -> None:
+    [one] = search(sought_of(20, 2.0, 500, 5), settings_of(1, [1], 8), lambda *_: None, workers=1)
+    assert one.by_rate is not None
+    assert min(one.by_rate) == pytest.approx(2.0)
+    assert len(one.by_rate) == 4
 
 
 @pytest.mark.parametrize("rate", [6.0, 14.0, 30.0])

@@ -13,7 +13,7 @@ from aiohttp import web
 
 from pd_cluster.errors import StartupError
 from pd_cluster.launch.cli import main
-from pd_cluster.planning.plan_check import CounterGrowth, compare, verdict_of, watch
+from pd_cluster.planning.plan_check import compare, growth, total, verdict_of, watch
 from pd_http.node_report import REPORT_HEADER, NodeReport, encode_report
 from pd_router.edge.worker_views import labelled
 from tests.router import fake_nodes as fakes
@@ -136,11 +136,11 @@ def test_workers_are_counted_one_by_one() -> None:
         family = "# HELP pd_n_total N.\n# TYPE pd_n_total counter\n"
         return labelled({at: f"{family}pd_n_total {count}\n" for at, count in enumerate(counts)}).decode()
 
-    assert CounterGrowth(text(5, 100), text(7, 130)).of("pd_n_total") == 32
+    assert total([growth(text(5, 100), text(7, 130))], "pd_n_total") == 32
     with pytest.raises(ValueError, match="was started again"):
-        CounterGrowth(text(5, 100), text(200, 3))
+        growth(text(5, 100), text(200, 3))
     with pytest.raises(ValueError, match="one told nothing"):
-        CounterGrowth(text(5, 100), text(7))
+        growth(text(5, 100), text(7))
 
 
 BAD = {
