@@ -49,8 +49,8 @@ def put_matrices(
 
 def clear(memory: torch.Tensor) -> None:
     """Set a run of numbers to 0."""
-    for piece in memory.split(PIECE):
-        piece.zero_()
+    for start in range(0, len(memory), PIECE):
+        memory[start : start + PIECE].zero_()
 
 
 def _read(files: AdapterBytes, matrix: StoredMatrix) -> torch.Tensor:

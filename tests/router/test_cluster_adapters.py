@@ -346,7 +346,7 @@ async def test_a_key_sees_and_uses_its_own_adapters_only(tmp_path: Path) -> None
     written(tmp_path / "a")
     keys = tmp_path / "keys"
     keys.write_text(line("one", adapters=["mine"]) + line("two"))
-    async with a_pair(tmp_path, api_keys=str(keys)) as (router, _, _):
+    async with a_pair(tmp_path, api_keys=str(keys)) as (router, p, d):
         headers = {name: {"authorization": f"Bearer {SECRETS[name]}"} for name in ("one", "two")}
         for name in ("mine", "other"):
             async with router.session.post(
@@ -355,6 +355,7 @@ async def test_a_key_sees_and_uses_its_own_adapters_only(tmp_path: Path) -> None
                 assert answer.status == 200
         for path, body in DIALECTS.items():
             for name, key, found in (("other", "one", False), ("mine", "one", True), ("other", "two", True)):
+                await followed(router, p, d)  # that those before have ended
                 where, asked = router.url + path, body | {"model": name}
                 async with router.session.post(where, json=asked, headers=headers[key]) as answer:
                     assert (answer.status != 404) is found, (path, name, key)
