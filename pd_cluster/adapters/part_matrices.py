@@ -1,7 +1,7 @@
 """Puts a rank's part of an adapter's matrices where a slot has them.
 
-It runs on a thread beside the step loop. So each call into torch is small enough for torch to compute it on this thread:
-a team of threads for each of thousands of small products takes longer than they do, and takes cores from the loop.
+It runs on a thread beside the step loop. So each call into torch is small enough to be computed on this thread: a team
+of threads for each of thousands of small products takes longer than they do, and takes cores from the loop.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ if TYPE_CHECKING:
 PIECE = 1 << 15  # numbers of a call: torch gives more of them to several threads
 _DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
 _EXPONENTS = {  # of numbers that are not finite all of these bits are set
-    torch.float16: (torch.int16, 0x7C00), torch.bfloat16: (torch.int16, 0x7F80), torch.float32: (torch.int32, 0x7F80 << 16)
-}  # fmt: skip
+    torch.float16: (torch.int16, 0x7C00),
+    torch.bfloat16: (torch.int16, 0x7F80),
+    torch.float32: (torch.int32, 0x7F80 << 16),
+}
 
 
 def put_matrices(
@@ -47,8 +49,8 @@ def put_matrices(
 
 def clear(memory: torch.Tensor) -> None:
     """Set a run of numbers to 0."""
-    for piece in memory.split(PIECE):
-        piece.zero_()
+    for start in range(0, len(memory), PIECE):
+        memory[start : start + PIECE].zero_()
 
 
 def _read(files: AdapterBytes, matrix: StoredMatrix) -> torch.Tensor:

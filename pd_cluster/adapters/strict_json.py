@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-def strict_object(content: bytes | memoryview, file: Path) -> dict[str, Any]:
+def strict_object(content: bytes | bytearray | memoryview, file: Path) -> dict[str, Any]:
     """A JSON object without a key that is there twice, and without NaN. Raises BadAdapter naming the file."""
     try:
         value = json.loads(bytes(content), object_pairs_hook=_unique, parse_constant=_no_constant)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from pd_cluster.models.reduce import Reduce
     from pd_cluster.models.spec import ModelSpec
 
+logger = logging.getLogger(__name__)
+
 
 def slots_size(config: LoraConfig, spec: ModelSpec, tp: int) -> int:
     """Numbers in the slots of one rank, before there is a model. Raises StartupError."""
@@ -50,8 +53,9 @@ def _check(spec: ModelSpec) -> None:
 class AdapterStore:
     """The engine says what is read, dropped and copied, and when: each rank does the same."""
 
-    def __init__(self, model: Model, config: LoraConfig) -> None:
+    def __init__(self, model: Model, config: LoraConfig, model_name: str = "") -> None:
         """Take memory for the slots on the model's device. Raises StartupError."""
+        self._model_name = model_name
         _check(model.spec)
         assert isinstance(model, Decoder)
         parts = {name: part for name, part in model.parts.items() if part.kind in SERVED_KINDS}
@@ -92,6 +96,8 @@ class AdapterStore:
         if files.digest != digest:
             raise BadAdapter(f"{path} has other files: their digest is {files.digest}, not {digest}")
         spec = fit_adapter(files, self._parts, self._max_rank)
+        if told := spec.base_warning(self._model_name):
+            logger.warning("%s: %s", path, told)
         rank, slots = -(-spec.rank // RANK_STEP) * RANK_STEP, self.slots
         is_pinned = slots.memory.device.type == "cuda"
         memory = torch.empty(rank * slots.size, dtype=slots.dtype, pin_memory=is_pinned)

@@ -103,7 +103,8 @@ class DeviceDescribed(DeviceState):
                 plan.model, plan.config.model, plan.kernels, plan.device, plan.progress, plan.shard, plan.reduce
             )
             if plan.config.lora.lora_slots:
-                self._weights.adapters = AdapterStore(self._weights.model, plan.config.lora)
+                name, *_ = *plan.config.model.served_model_name, plan.config.model.model
+                self._weights.adapters = AdapterStore(self._weights.model, plan.config.lora, name)
                 plan.progress(f"--lora-slots: {self._weights.adapters.slots}")
         plan.progress(plan.model.ends)
         return self.left_for(DeviceLoaded(plan, self._weights))

@@ -201,6 +201,11 @@ def test_what_is_not_loaded_is_refused(adapted: Adapted) -> None:
     assert bench.until(1) == [AdapterUnloaded(first.digest)]
 
 
+def test_another_name_of_the_base_model_is_a_warning(adapted: Adapted, caplog: pytest.LogCaptureFixture) -> None:
+    adapted.bench().load(adapted.adapters[0])
+    assert "the adapter was trained for some/base" in caplog.text
+
+
 def test_other_files_are_named_and_nothing_is_kept(adapted: Adapted) -> None:
     bench, (first, second, _) = adapted.bench(), adapted.adapters
     bench.send(LoadAdapter(first.digest, str(second.path)))

@@ -140,7 +140,7 @@ def test_files_that_change_while_they_are_read_are_refused(
     directory, read = write(tmp_path, SETTINGS, usual()), adapter_bytes._read
     waiting = [lambda: change(directory / name)]
 
-    def read_changed(*args: object) -> bytearray:
+    def read_changed(*args: object) -> memoryview:
         while waiting:
             waiting.pop()()
         return read(*args)  # type: ignore[arg-type]

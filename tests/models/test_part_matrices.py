@@ -226,7 +226,7 @@ def test_matrices_have_the_models_dtype(tmp_path: Path, dtype: torch.dtype) -> N
             assert torch.equal(matrices.b, (tensors[module.b.name].float() * 0.75).to(wanted)), "rounded once"
 
 
-class Largest(TorchDispatchMode):
+class Largest(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """The most numbers that a call into torch has computed."""
 
     numel = 0
@@ -243,7 +243,7 @@ def test_a_call_has_too_few_numbers_for_several_threads(tmp_path: Path, monkeypa
     files = written(tmp_path, CONFIG, usual())
     module = next(one for one in fit_adapter(files, PARTS).modules if one.part.kind == "down")
     a, b, memory = torch.empty(4, 20), torch.empty(8, 4), torch.empty(50)
-    with Largest() as largest:
+    with Largest() as largest:  # type: ignore[no-untyped-call]
         put_matrices(files, module, a, b)
         assert 0 < largest.numel <= 20, "a piece, or a row of A"
         largest.numel = 0

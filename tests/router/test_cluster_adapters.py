@@ -72,7 +72,8 @@ async def followed(router: Router, *nodes: Node) -> None:
         feed = node.state.feed
         await until(lambda feed=feed: feed.is_on)  # type: ignore[misc]
         news = node.engine.news
-        news.take(EngineNews(len(node.engine.requests), NodeLoad(num_slots=48, block_size=16), serial=news._serial))
+        load = NodeLoad(num_slots=48, block_size=16, free_blocks=1000, num_blocks=1000)
+        news.take(EngineNews(len(node.engine.requests), load, serial=news._serial))
     table = router.services.table
     await until(lambda: all(node.adapters is not None for node in table.nodes if node.lora_slots))
 
@@ -345,7 +346,7 @@ async def test_a_key_sees_and_uses_its_own_adapters_only(tmp_path: Path) -> None
     written(tmp_path / "a")
     keys = tmp_path / "keys"
     keys.write_text(line("one", adapters=["mine"]) + line("two"))
-    async with a_pair(tmp_path, api_keys=str(keys)) as (router, _, _):
+    async with a_pair(tmp_path, api_keys=str(keys)) as (router, p, d):
         headers = {name: {"authorization": f"Bearer {SECRETS[name]}"} for name in ("one", "two")}
         for name in ("mine", "other"):
             async with router.session.post(
@@ -354,9 +355,11 @@ async def test_a_key_sees_and_uses_its_own_adapters_only(tmp_path: Path) -> None
                 assert answer.status == 200
         for path, body in DIALECTS.items():
             for name, key, found in (("other", "one", False), ("mine", "one", True), ("other", "two", True)):
+                await followed(router, p, d)  # that those before have ended
                 where, asked = router.url + path, body | {"model": name}
                 async with router.session.post(where, json=asked, headers=headers[key]) as answer:
                     assert (answer.status != 404) is found, (path, name, key)
+                    assert answer.status != 429, "it had its turn"
         for key, names in (("one", {"demo", "mine"}), ("two", {"demo", "mine", "other"})):
             async with router.session.get(router.url + "/v1/models", headers=headers[key]) as answer:
                 assert {card["id"] for card in (await answer.json())["data"]} == names

@@ -10,12 +10,12 @@ import msgspec
 import pytest
 
 from pd_cluster.protocol.messages import Work
+from pd_cluster.scheduling.sequence import Request
 from tests.scheduling.simulation import message, prompt
 from tests.scheduling.world import World
 
 if TYPE_CHECKING:
     from pd_cluster.scheduling.adapter_places import AdapterPlaces
-    from pd_cluster.scheduling.sequence import Request
 
 
 def places_of(world: World) -> AdapterPlaces:
@@ -112,7 +112,7 @@ def test_random_walk(seed: int) -> None:
         "abcde", rng.choice((1, 2, 3)), depth=rng.choice((1, 2)), num_blocks=rng.choice((12, 20)),
         num_host_blocks=rng.choice((0, 10)), max_num_seqs=rng.choice((2, 5)), shortest_first=rng.random() < 0.5,
     )  # fmt: skip
-    places, open_, parked, loads = places_of(world), [], [], []
+    places, open_, parked, loads = places_of(world), list[Request](), list[Request](), list[Request]()
     for number in range(80):
         if rng.random() < 0.6:
             adapter, n = rng.choice(["", *sorted(places.in_host)]), rng.choice((1, 1, min(3, world.max_num_seqs)))

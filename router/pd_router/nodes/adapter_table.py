@@ -18,17 +18,15 @@ FREE_BITS = 16  # of a stamp, drawn: two routers in one millisecond make two sta
 
 
 class AdapterTable:
-    """Records by name. `version` counts their changes."""
+    """Records by name."""
 
     def __init__(self) -> None:
-        self.version = 0
         self._records: dict[str, AdapterRecord] = {}
 
     def learn(self, record: AdapterRecord) -> None:
         """Keep the record if it is the newest of its name, and there are not too many."""
         if newer(self._records, record) and (record.name in self._records or len(self._records) < 2 * MAX_RECORDS):
             self._records[record.name] = record
-            self.version += 1
             trim(self._records)
 
     @property
