@@ -41,8 +41,8 @@ def test_more_load_is_served_less_well_and_more_nodes_serve_it_better() -> None:
 def test_each_target_counts_by_itself() -> None:
     load = load_of(30, 26.0, 4000, 20)
     first, later, both = (
-        forecast(load, *targets, RoleCounts(1, 1), TABLE, 1).attainment
-        for targets in ((200.0, None), (None, 4.0), (200.0, 4.0))
+        forecast(load, ttft_ms, tpot_ms, RoleCounts(1, 1), TABLE, 1).attainment
+        for ttft_ms, tpot_ms in ((200.0, None), (None, 4.0), (200.0, 4.0))
     )
     assert 0.1 < first < 0.9, "two nodes read 23 of these prompts a second"
     assert later < 0.1, "a step of one stream takes longer"
