@@ -170,8 +170,8 @@ class Row(NamedTuple):
 def rows() -> list[Row]:
     """The matrix. Raises ValueError when a list of this module contradicts the code."""
     seen = [_access(), _seeing(), _gateways(), _clients()]
-    nodes = [_models(), _dtypes(), _gpus(), _parallelism(), _drafts(), _host_cache()]
-    return [*nodes, _failures(), _connectors(), *seen, *_areas()]
+    nodes = [_models(), _dtypes(), _gpus(), _parallelism(), _adapters(), _drafts(), _host_cache()]
+    return [*nodes, _planning(), _failures(), _connectors(), *seen, *_areas()]
 
 
 def _models() -> Row:
@@ -217,6 +217,22 @@ def _parallelism() -> Row:
     return Row("parallelism", [nodes], ranks, planned)
 
 
+def _adapters() -> Row:
+    if "lora_slots" not in SETTINGS:
+        raise ValueError("nodes have no --lora-slots: correct docs/generate/matrix.py")
+    text = (
+        "`--lora`, and orders that load and unload: LoRA by the request's `model`, through both kinds of nodes (off by "
+        "default; compared on CPU, steps of one shape timed on one H200)"
+    )
+    return Row("[adapters](docs/adapters.md)", [], [text], [])
+
+
+def _planning() -> Row:
+    planned = "`pd-cluster plan`: how many nodes of each role (near measured rows of 8B, not yet of a mixture's replicas)"
+    balance = "`pd-cluster balance`: roles that follow the load (off by default; simulated, and run on CPUs)"
+    return Row("[planning](docs/planning.md)", [], [planned, balance], [])
+
+
 def _drafts() -> Row:
     names = [code(f"--speculation {name}") for name in _choices(SchedulerConfig, "speculation") if name != "none"]
     texts = (
@@ -245,6 +261,7 @@ def _failures() -> Row:
     survived = [
         "streams and requests continue when their node dies, hangs or drains",
         "a request that stops nodes ends at the second",
+        "[a cut network](docs/routing.md#when-the-network-is-cut) between hosts (run between network namespaces)",
         "[bounds](docs/security.md#bounds) by members, memory, connections and time",
         "rolling change of weights or build (prefill and decode nodes pair by fingerprint)",
     ]
