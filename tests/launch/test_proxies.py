@@ -100,7 +100,7 @@ def test_addresses_of_the_cluster_are_asked_themselves(world: tuple[str, list[st
     assert not _healthy(url, 1), "it tells of no node"
     assert main(["nodes", "list", "--router", url]) == 0
     asyncio.run(bench())
-    assert (asked, len(proxied)) == (["/health", "/nodes", "/v1/models"], 1)
+    assert (asked, len(proxied)) == (["/health", "/health", "/nodes", "/v1/models"], 1)
 
 
 def _api(server: str) -> SingleConfig:
