@@ -92,7 +92,7 @@ class BalancedCluster(SimulatedCluster):
     def _seen(self, node: Node, load: NodeLoad) -> BalancedNode:
         ordered_s = self._ordered_s[node]
         return BalancedNode(
-            node.node_id, node.role.value, node.role_changes or 0, frozenset({MODEL}),
+            node.node_id, node.role.value, node.role_changes or 0, frozenset({MODEL}), frozenset({MODEL}),
             sender=None if ordered_s == -inf else BALANCE, order_age_s=min(1e9, self.world.now_s - ordered_s),
             queued_tokens=load.queued_tokens, num_streams=load.num_running + load.num_waiting,
             num_slots=load.num_slots, context=load.num_context, kv_tokens=load.num_blocks * load.block_size,
