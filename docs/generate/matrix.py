@@ -170,8 +170,8 @@ class Row(NamedTuple):
 def rows() -> list[Row]:
     """The matrix. Raises ValueError when a list of this module contradicts the code."""
     seen = [_access(), _seeing(), _gateways(), _clients()]
-    nodes = [_models(), _dtypes(), _gpus(), _parallelism(), _adapters(), _drafts(), _host_cache()]
-    return [*nodes, _planning(), _failures(), _connectors(), *seen, *_areas()]
+    nodes = [_models(), _dtypes(), _gpus(), _parallelism(), _drafts(), _host_cache()]
+    return [*nodes, _failures(), _connectors(), *seen, *_areas()]
 
 
 def _models() -> Row:
@@ -186,7 +186,11 @@ def _models() -> Row:
         "shapes of Moonlight and GLM-4.7-Flash timed on H200s)",
         "other decoders that keep no state but keys and values (by transformers' modules: correct, not fast; on a GPU "
         "only tiny models of six of them were compared)",
+        "[adapters](docs/adapters.md) (LoRA) by the request's `model`, through both kinds of nodes (off by default; "
+        "compared on CPU, steps of one shape timed on one H200)",
     ]
+    if "lora_slots" not in SETTINGS:
+        raise ValueError("nodes have no --lora-slots: correct docs/generate/matrix.py")
     return Row("models", [*titles.values(), f"mixtures of experts ({', '.join(mixtures)})"], others, [])
 
 
@@ -212,25 +216,11 @@ def _parallelism() -> Row:
         "tensor parallelism over the GPUs of one host (`--tp`; run with 2 H200s)",
         "experts spread over the same ranks",
         "prefill and decode nodes of unequal size (`--prefill-tp`, `--decode-tp`)",
+        "[how many of each](docs/planning.md) (`pd-cluster plan`; near measured rows of 8B, not of a mixture's replicas)",
+        "roles that follow the load (`pd-cluster balance`, off by default; simulated, and run on CPUs)",
     ]
     planned = _planned({"pipeline parallelism": "pp" in SETTINGS, "nodes over several hosts": "num_hosts" in SETTINGS})
     return Row("parallelism", [nodes], ranks, planned)
-
-
-def _adapters() -> Row:
-    if "lora_slots" not in SETTINGS:
-        raise ValueError("nodes have no --lora-slots: correct docs/generate/matrix.py")
-    text = (
-        "`--lora`, and orders that load and unload: LoRA by the request's `model`, through both kinds of nodes (off by "
-        "default; compared on CPU, steps of one shape timed on one H200)"
-    )
-    return Row("[adapters](docs/adapters.md)", [], [text], [])
-
-
-def _planning() -> Row:
-    planned = "`pd-cluster plan`: how many nodes of each role (near measured rows of 8B, not yet of a mixture's replicas)"
-    balance = "`pd-cluster balance`: roles that follow the load (off by default; simulated, and run on CPUs)"
-    return Row("[planning](docs/planning.md)", [], [planned, balance], [])
 
 
 def _drafts() -> Row:
