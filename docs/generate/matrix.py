@@ -216,7 +216,7 @@ def _parallelism() -> Row:
         "tensor parallelism over the GPUs of one host (`--tp`; run with 2 H200s)",
         "experts spread over the same ranks",
         "prefill and decode nodes of unequal size (`--prefill-tp`, `--decode-tp`)",
-        "[how many of each](docs/planning.md) (`pd-cluster plan`; near measured rows of 8B, not of a mixture's replicas)",
+        "[how many of each](docs/planning.md) (`pd-cluster plan`; near measured rows of 8B, not all of a mixture's)",
         "roles that follow the load (`pd-cluster balance`, off by default; simulated, and run on CPUs)",
     ]
     planned = _planned({"pipeline parallelism": "pp" in SETTINGS, "nodes over several hosts": "num_hosts" in SETTINGS})
