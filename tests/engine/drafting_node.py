@@ -158,10 +158,10 @@ def num_drafts(bench: Bench) -> int:
     return int(bench.stats.counters["spec_decode_num_draft_tokens_total"])
 
 
-def expect_handoff(bench: Told, single: Answered) -> None:
+def expect_handoff(bench: Told, single: Answered, kind: str) -> None:
     found = bench.answered()
     assert bench.stats is not None
     assert bench.stats.counters["prefills_remote_total"] == len({name for name, _ in single.ids})
     found.answers = {key: tokens for key, tokens in found.answers.items() if key[0][0] == "d"}
     expect_same(found, single, "d")
-    assert num_drafts(bench) > 30
+    assert num_drafts(bench) > (0 if kind == LOOKUP else 30)  # how many are worth it follows from the machine's times

@@ -87,7 +87,7 @@ def test_preempted_answers_with_drafts(small: Node, single: Answered, kind: str,
 def test_drafts_after_a_handoff_that_p_began(roomy: Node, single: Answered, kind: str, mode: str) -> None:
     bench = roomy.bench(kind, mode, prefix_caching=False)
     WANTED.hand_over(bench)
-    expect_handoff(bench, single)
+    expect_handoff(bench, single, kind)
 
 
 @pytest.mark.parametrize(("kind", "mode"), [("right", "off"), ("mixed", "on"), (LOOKUP, "off")])
@@ -97,7 +97,7 @@ def test_drafts_after_a_handoff_that_d_began(roomy: Node, single: Answered, kind
     for index, (prompt, sampling) in enumerate(zip(PROMPTS, WANTED.samplings, strict=True)):
         bench.asked[f"d{index}"] = request = AddRequest(f"d{index}", list(prompt), sampling, Work.TAKE_OVER)
         bench.send(request)
-    expect_handoff(bench, single)
+    expect_handoff(bench, single, kind)
 
 
 def answer(

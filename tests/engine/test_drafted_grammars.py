@@ -278,7 +278,7 @@ def test_drafts_after_a_handoff(
         request.getfixturevalue("forced")
     bench = roomy.bench(kind, mode, prefix_caching=False)
     WANTED.hand_over(bench)
-    expect_handoff(bench, single)
+    expect_handoff(bench, single, kind)
 
 
 @pytest.mark.parametrize("mode", ["off", "on"])

@@ -60,4 +60,4 @@ def test_drafts_change_no_answer_and_leave_no_trace(node: Node, single: Answered
 def test_drafts_after_a_handoff(node: Node, single: Answered) -> None:
     bench = node.bench("mixed", "on", prefix_caching=False)
     WANTED.hand_over(bench)
-    expect_handoff(bench, single)
+    expect_handoff(bench, single, "mixed")
