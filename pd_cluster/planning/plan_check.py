@@ -229,13 +229,15 @@ async def _text(client: httpx.AsyncClient, url: str) -> str:
 
 
 def _read_plan(path: Path) -> dict[str, Any]:
+    refusal = StartupError(f"--check needs the --json of a plan by this release: {path} is none")
     try:
         plan: dict[str, Any] = json.loads(path.read_bytes())
-        if plan["kind"] == "plan" and "load" in plan:
-            return plan
-    except (OSError, ValueError, KeyError, TypeError):
-        pass
-    raise StartupError(f"--check needs the --json of a plan by this release: {path} is none")
+        is_plan = plan["kind"] == "plan" and "load" in plan
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise refusal from error
+    if not is_plan:
+        raise refusal
+    return plan
 
 
 def allowed_of(num: float) -> float:
