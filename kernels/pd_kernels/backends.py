@@ -123,6 +123,7 @@ class Kernels:
     quantized_product: Callable[[QuantizedRows, QuantizedWeight, torch.dtype], torch.Tensor]
     shrink: Callable[[torch.Tensor | HalfNormed, AdapterMatrices, AdapterRows], torch.Tensor]
     expand: Callable[[torch.Tensor, torch.Tensor, AdapterMatrices, AdapterRows], None]
+    expand_gated: Callable[[torch.Tensor, torch.Tensor, AdapterMatrices, AdapterRows], torch.Tensor]
     norm_rope_write: NormRopeWrite
     route: RouteTokens
     experts: MixExperts
@@ -171,6 +172,7 @@ TORCH = Kernels(
     quantized_product=torch_quantized.quantized_product,
     shrink=lora.shrink,
     expand=lora.expand,
+    expand_gated=lora.expand_gated,
     norm_rope_write=torch_ops.norm_rope_write,
     route=torch_experts.route,
     experts=torch_experts.experts,

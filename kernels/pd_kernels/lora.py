@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from pd_kernels.torch_ops import silu_and_mul
 from pd_kernels.values import HalfNormed
 
 if TYPE_CHECKING:
@@ -22,14 +23,16 @@ if TYPE_CHECKING:
 
 RANK_STEP = 16  # a slot's matrices have a multiple of so many ranks, those after the adapter's own are 0
 FEW = 256  # rows of a step up to which tiles are small
-NO_SLOT = -1
+FEW_IN_LINE = 32  # up to which kernels start early, one after another; then shrinks run beside products up to FEW
+NO_SLOT, NO_TILE = -1, -2
+LAST = 1 << 30  # in place of no slot, to sort by
 
 
 class AdapterRows(NamedTuple):
-    """The rows of a step that have adapters."""
+    """The rows of a step of which some have adapters."""
 
-    order: torch.Tensor  # int32: rows, by slot
-    tiles: torch.Tensor  # int32 [n, 3]: slot, first place in `order`, and the one after the last; slot -1: no tile
+    order: torch.Tensor  # int32: rows, by slot, those without one last
+    tiles: torch.Tensor  # int32 [n, 3]: slot or NO_SLOT or NO_TILE, first place in `order`, and the one after the last
     most: int  # rows of a tile
     tail: AdapterRows | None = None  # of the rows that sample, where only these are computed; None: none has an adapter
 
@@ -79,22 +82,29 @@ def tile_rows(num_rows: int) -> int:
 
 
 def most_tiles(num_rows: int, num_slots: int) -> int:
-    """That a step may have."""
-    return min(num_rows, num_rows // tile_rows(num_rows) + num_slots)
+    """That a step may have: of slots, and of rows without one."""
+    return min(num_rows, num_rows // tile_rows(num_rows) + num_slots + 1)
 
 
 def cut_tiles(slots: Ints, num_rows: int) -> tuple[Ints, Ints]:
-    """The `order` and `tiles` of AdapterRows. `slots`: of each row, -1 without; `num_rows`: of the step."""
-    order = np.argsort(slots, kind="stable")
-    order = order[np.searchsorted(slots[order], 0) :]
-    used, starts = np.unique(slots[order], return_index=True)
-    most, ends = tile_rows(num_rows), [*starts[1:], len(order)]
+    """The `order` and `tiles` of AdapterRows. `slots`: of each row; `num_rows`: of the step, with its padding."""
+    keys = np.full(num_rows, LAST)
+    keys[: len(slots)][slots >= 0] = slots[slots >= 0]
+    order = np.argsort(keys, kind="stable")
+    used, starts = np.unique(keys[order], return_index=True)
+    most, ends = tile_rows(num_rows), [*starts[1:], num_rows]
     tiles = [
-        (slot, first, min(first + most, end))
-        for slot, start, end in zip(used, starts, ends, strict=True)
+        (NO_SLOT if key == LAST else key, first, min(first + most, end))
+        for key, start, end in zip(used, starts, ends, strict=True)
         for first in range(start, end, most)
     ]
     return order, np.array(tiles, np.int64).reshape(-1, 3)
+
+
+def put_rows(places: tuple[Any, Any], slots: Ints, num_rows: int) -> None:
+    """Write what `cut_tiles` gives where a captured step reads it."""
+    order, tiles = cut_tiles(slots, num_rows)
+    places[0][:], places[1][:, 0], places[1][: len(tiles)] = order, NO_TILE, tiles
 
 
 def shrink(x: torch.Tensor | HalfNormed, matrices: AdapterMatrices, rows: AdapterRows) -> torch.Tensor:
@@ -102,7 +112,7 @@ def shrink(x: torch.Tensor | HalfNormed, matrices: AdapterMatrices, rows: Adapte
     x = x.normed() if isinstance(x, HalfNormed) else x
     low = x.new_zeros(len(rows.order), matrices.num_parts, matrices.max_rank)
     for slot, start, end in rows.tiles.tolist():
-        if slot != NO_SLOT:
+        if slot >= 0:
             a, _ = matrices.of(matrices.memory[slot], rank := int(matrices.ranks[slot]))
             low[start:end, :, :rank] = (x[rows.order[start:end].long()] @ a.flatten(0, 1).T).view(-1, len(a), rank)
     return low
@@ -111,7 +121,13 @@ def shrink(x: torch.Tensor | HalfNormed, matrices: AdapterMatrices, rows: Adapte
 def expand(low: torch.Tensor, y: torch.Tensor, matrices: AdapterMatrices, rows: AdapterRows) -> None:
     """Add B A x to `y` [T, out], in place. `low`: of `shrink`."""
     for slot, start, end in rows.tiles.tolist():
-        if slot != NO_SLOT:
+        if slot >= 0:
             _, b = matrices.of(matrices.memory[slot], rank := int(matrices.ranks[slot]))
             for part, (first, last) in enumerate(pairwise(matrices.bounds)):
                 y[rows.order[start:end].long(), first:last] += low[start:end, part, :rank] @ b[first:last].T
+
+
+def expand_gated(low: torch.Tensor, y: torch.Tensor, matrices: AdapterMatrices, rows: AdapterRows) -> torch.Tensor:
+    """`expand`, then silu_and_mul of all rows. It may change `y`, whose parts are gates and ups."""
+    expand(low, y, matrices, rows)
+    return silu_and_mul(y)

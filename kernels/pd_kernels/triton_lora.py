@@ -3,144 +3,257 @@
 
 The inputs are cut into splits, so that few tiles keep the device busy; the expand adds the splits' sums in their order.
 There are no atomics: a row's numbers depend on the number of the step's rows alone. Ranks that an adapter does not have
-are not read.
+are not read. The lines of A of all parts are one matrix, so the rows are read once for them.
+
+With few rows both kernels start early, and read their first lines of A or B before they wait.
 """
 
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from pd_kernels.lora import FEW
+from pd_kernels.launch_sizes import cdiv, next_power_of_2
+from pd_kernels.lora import FEW, FEW_IN_LINE
+from pd_kernels.triton_dependent_launch import early_options, launches_early, others_may_start, wait_for_others
 from pd_kernels.values import HalfNormed
 
 if TYPE_CHECKING:
     from pd_kernels.lora import AdapterMatrices, AdapterRows
 
-STEP = 128  # inputs of a row that a program multiplies at once
-FEW_SPLITS, SPLITS = 8, 2  # of the inputs, for few rows and for many
-FEW_COLUMNS, COLUMNS = 128, 256  # outputs of a program (8B on one H200, ranks 16 and 64)
+
+MOST_SPLITS = 16  # where programs have spans: the expand reads the sums of all
+
+
+class LoraTiling(NamedTuple):
+    """Sizes of both kernels."""
+
+    step: int  # inputs that a program multiplies at once
+    span: int  # inputs of a program, or a part of them; 0: those of one of `splits`
+    splits: int  # of the inputs, without a span
+    lines: int  # most lines of A of a program
+    shrink_warps: int
+    shrink_stages: int
+    elements: int  # of B that a program of the expand reads at once, for the ranks that it multiplies at once
+    columns: int  # most outputs of a program
+    expand_warps: int
+
+
+IN_LINE = LoraTiling(512, 512, 0, 16, 4, 1, 8192, 128, 4)  # up to FEW_IN_LINE rows
+FEW_ROWS = LoraTiling(512, 512, 0, 16, 4, 1, 8192, 512, 4)  # up to FEW rows
+MANY_ROWS = LoraTiling(128, 0, 2, 64, 4, 3, 8192, 128, 4)
+
+
+def lora_tiling(num_rows: int) -> LoraTiling:
+    """That of a step of so many rows."""
+    return IN_LINE if num_rows <= FEW_IN_LINE else FEW_ROWS if num_rows <= FEW else MANY_ROWS
+
+
+@triton.jit
+def _bits(pointer):
+    """The values as integers: see triton_matmul."""
+    IS_WIDE: tl.constexpr = pointer.dtype.element_ty.primitive_bitwidth == 32
+    return pointer.to(tl.pointer_type(tl.int32 if IS_WIDE else tl.int16), bitcast=True)
 
 
 @triton.jit(do_not_specialize=["num_pieces", "num_rows", "eps", "start", "num_places"])
 def _shrink(
     x, x_stride, squares, num_pieces, num_rows, eps, memory, slot_size, ranks, start, low, order, tiles, num_places,
     HALF: tl.constexpr, K: tl.constexpr, PARTS: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr,
-    ROWS: tl.constexpr, STEP: tl.constexpr, SPLITS: tl.constexpr,
+    ROWS: tl.constexpr, HEAD: tl.constexpr, STEP: tl.constexpr, SPAN: tl.constexpr, STAGES: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """low[split, place, ranks of all parts] = the split's part of x A^T, a block of ranks."""
-    tile, split, column = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    others_may_start(EARLY)
+    tile, split, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     slot = tl.load(tiles + 3 * tile)
     if slot >= 0:
         first, end = tl.load(tiles + 3 * tile + 1), tl.load(tiles + 3 * tile + 2)
-        num_ranks = tl.multiple_of(tl.load(ranks + slot), 16).to(tl.int64)
-        part, rank = column // (RANKS // BLOCK), column % (RANKS // BLOCK) * BLOCK + tl.arange(0, BLOCK)
-        if column % (RANKS // BLOCK) * BLOCK < num_ranks:
-            place = first + tl.arange(0, ROWS)
-            row = tl.load(order + place, mask=place < end, other=0).to(tl.int64)
-            a = memory + slot.to(tl.int64) * slot_size + (start.to(tl.int64) + part * K) * num_ranks
+        num_ranks = tl.multiple_of(tl.load(ranks + slot), 16)
+        line, place = block * BLOCK + tl.arange(0, BLOCK), first + tl.arange(0, ROWS)
+        row = tl.load(order + place, mask=place < end, other=0).to(tl.int64)
+        a = memory + slot.to(tl.int64) * slot_size + start.to(tl.int64) * num_ranks
+        at, is_line = split * SPAN + tl.arange(0, STEP), (line < PARTS * num_ranks)[:, None]
+        a_at = line.to(tl.int64)[:, None] * K
+        if HEAD > 0:
+            head = tl.load(_bits(a) + a_at + at[None, :], mask=is_line & (at < K)[None, :], other=0)
+        wait_for_others(EARLY)
+        if block * BLOCK < PARTS * num_ranks:
             sums = tl.zeros([ROWS, BLOCK], tl.float32)
-            SPAN: tl.constexpr = (K + SPLITS * STEP - 1) // (SPLITS * STEP) * STEP
-            for begin in range(0, SPAN, STEP):
+            is_row = (place < end)[:, None]
+            if HEAD > 0:
+                rows = tl.load(x + row[:, None] * x_stride + at[None, :], mask=is_row & (at < K)[None, :], other=0.0)
+                sums = tl.dot(rows, tl.trans(head.to(rows.dtype, bitcast=True)), sums, input_precision="ieee")
+            for begin in tl.range(HEAD, SPAN, STEP, num_stages=STAGES):
                 at = split * SPAN + begin + tl.arange(0, STEP)
-                rows = tl.load(
-                    x + row[:, None] * x_stride + at[None, :],
-                    mask=(place < end)[:, None] & (at < K)[None, :],
-                    other=0.0,
-                )
-                lines = tl.load(
-                    a + rank[:, None] * K + at[None, :], mask=(rank < num_ranks)[:, None] & (at < K)[None, :], other=0.0
-                )
+                rows = tl.load(x + row[:, None] * x_stride + at[None, :], mask=is_row & (at < K)[None, :], other=0.0)
+                lines = tl.load(a + a_at + at[None, :], mask=is_line & (at < K)[None, :], other=0.0)
                 sums = tl.dot(rows, tl.trans(lines), sums, input_precision="ieee")
             if HALF:  # the division of the norm, as products of few rows do it
                 square = tl.zeros([ROWS], tl.float32)
                 for piece in range(num_pieces):
                     square += tl.load(squares + piece * num_rows + row, mask=place < end, other=0.0)
                 sums *= tl.rsqrt(square / K + eps)[:, None]
-            target = low + (split * num_places + place)[:, None] * (PARTS * RANKS) + (part * RANKS + rank)[None, :]
-            tl.store(target, sums, mask=(place < end)[:, None])
+            target = low + (split * num_places + place)[:, None] * (PARTS * RANKS) + line[None, :]
+            tl.store(target, sums, mask=is_row & (line < PARTS * num_ranks)[None, :])
+    elif tile == 0:  # the kernel may not end before those ahead of it
+        wait_for_others(EARLY)
 
 
-@triton.jit(do_not_specialize=["start", "num_places", "second", "third", "outputs", "second_block", "third_block"])
-def _expand(
-    y, y_stride, memory, slot_size, ranks, start, low, order, tiles, num_places, second, third, outputs, second_block,
-    third_block, K: tl.constexpr, PARTS: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr, SPLITS: tl.constexpr,
+@triton.jit
+def _lines_of(b, column, stop, rank, num_ranks):
+    """Integers: see `_bits`."""
+    is_line = (column < stop)[:, None] & (rank < num_ranks)[None, :]
+    return tl.load(_bits(b) + column.to(tl.int64)[:, None] * num_ranks + rank[None, :], mask=is_line, other=0)
+
+
+@triton.jit
+def _part_of(
+    head, b, column, stop, low, place, end, num_ranks, num_places, part,
+    PARTS: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """y += low B^T in the tile's rows. Parts begin at outputs 0, `second` and `third`, and have blocks of their own."""
+    """low B^T of a part, [ROWS, COLUMNS]. `head`: of `_lines_of`, with the first ranks."""
+    dtype = b.dtype.element_ty
+    product = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for first_rank in tl.static_range(0, RANKS, BLOCK):
+        rank = first_rank + tl.arange(0, BLOCK)
+        at = place[:, None] * (PARTS * RANKS) + (part * num_ranks + rank)[None, :]
+        is_low = (place < end)[:, None] & (rank < num_ranks)[None, :]
+        sums = tl.load(low + at, mask=is_low, other=0.0)
+        for split in tl.static_range(1, SPLITS):
+            sums += tl.load(low + split * num_places * (PARTS * RANKS) + at, mask=is_low, other=0.0)
+        lines = head
+        if first_rank > 0:
+            lines = _lines_of(b, column, stop, rank, num_ranks)
+        product = tl.dot(
+            sums.to(dtype), tl.trans(lines.to(dtype, bitcast=True)), product, input_precision="ieee"
+        )  # fmt: skip
+    return product
+
+
+@triton.jit(do_not_specialize=["start", "num_places", "second_block", "third_block"])
+def _expand(
+    y, y_stride, out, memory, slot_size, ranks, start, low, order, tiles, num_places, second, third, outputs,
+    second_block, third_block, K: tl.constexpr, PARTS: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, SPLITS: tl.constexpr, GATED: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """y += low B^T in the tile's rows. Parts begin at outputs 0, `second` and `third`, and have blocks of their own.
+
+    GATED: out = silu_and_mul of that, of all rows, and y stays: the parts are gates and ups.
+    """
+    others_may_start(EARLY)
     tile, block = tl.program_id(0), tl.program_id(1)
     slot = tl.load(tiles + 3 * tile)
-    if slot >= 0:
+    LEAST: tl.constexpr = -1 if GATED else 0  # NO_SLOT
+    if slot >= LEAST:
         first, end = tl.load(tiles + 3 * tile + 1), tl.load(tiles + 3 * tile + 2)
-        num_ranks = tl.multiple_of(tl.load(ranks + slot), 16).to(tl.int64)
-        part = (block >= second_block).to(tl.int32) + (block >= third_block).to(tl.int32)
-        begin = tl.where(part == 0, 0, tl.where(part == 1, second, third))
-        stop = tl.where(part == 0, second, tl.where(part == 1, third, outputs))
-        own = block - tl.where(part == 0, 0, tl.where(part == 1, second_block, third_block))
-        column, place = begin + own * COLUMNS + tl.arange(0, COLUMNS), first + tl.arange(0, ROWS)
-        row = tl.load(order + place, mask=place < end, other=0).to(tl.int64)
-        b = memory + slot.to(tl.int64) * slot_size + (start.to(tl.int64) + PARTS * K + column[:, None]) * num_ranks
-        product = tl.zeros([ROWS, COLUMNS], tl.float32)
-        for first_rank in range(0, num_ranks.to(tl.int32), BLOCK):
-            rank = first_rank + tl.arange(0, BLOCK)
-            is_low, sums = (place < end)[:, None] & (rank < num_ranks)[None, :], tl.zeros([ROWS, BLOCK], tl.float32)
-            for split in range(SPLITS):
-                at = (split * num_places + place)[:, None] * (PARTS * RANKS) + (part * RANKS + rank)[None, :]
-                sums += tl.load(low + at, mask=is_low, other=0.0)
-            lines = tl.load(b + rank[None, :], mask=(column < stop)[:, None] & (rank < num_ranks)[None, :], other=0.0)
-            product = tl.dot(sums.to(lines.dtype), tl.trans(lines), product, input_precision="ieee")
-        target, mask = y + row[:, None] * y_stride + column[None, :], (place < end)[:, None] & (column < stop)[None, :]
+        own = tl.maximum(slot, 0)
+        num_ranks = tl.where(slot >= 0, tl.multiple_of(tl.load(ranks + own), 16), 0)
+        part, own_block, begin, stop = 0, block, 0, second
+        if PARTS > 1 and not GATED:
+            part = (block >= second_block).to(tl.int32) + (block >= third_block).to(tl.int32)
+            begin = tl.where(part == 0, 0, tl.where(part == 1, second, third))
+            stop = tl.where(part == 0, second, tl.where(part == 1, third, outputs))
+            own_block = block - tl.where(part == 0, 0, tl.where(part == 1, second_block, third_block))
+        column, place = begin + own_block * COLUMNS + tl.arange(0, COLUMNS), first + tl.arange(0, ROWS)
+        row = tl.load(order + place, mask=place < end, other=0).to(tl.int64)[:, None]
+        b = memory + own.to(tl.int64) * slot_size + (start.to(tl.int64) + PARTS * K) * num_ranks
+        rank, b_up = tl.arange(0, BLOCK), b + second.to(tl.int64) * num_ranks
+        head = _lines_of(b, column, stop, rank, num_ranks)
+        if GATED:
+            head_up = _lines_of(b_up, column, stop, rank, num_ranks)
+        wait_for_others(EARLY)
+        mask = (place < end)[:, None] & (column < stop)[None, :]
+        target = y + row * y_stride + column[None, :]
         before = tl.load(target, mask=mask, other=0.0)
-        tl.store(target, (before.to(tl.float32) + product).to(before.dtype), mask=mask)
+        if GATED:
+            up = tl.load(target + second, mask=mask, other=0.0).to(tl.float32)
+        product = _part_of(
+            head, b, column, stop, low, place, end, num_ranks, num_places, part,
+            PARTS, RANKS, BLOCK, ROWS, COLUMNS, SPLITS,
+        )  # fmt: skip
+        sums = (before.to(tl.float32) + product).to(before.dtype)
+        if GATED:  # rounded where the separate functions round
+            up += _part_of(
+                head_up, b_up, column, stop, low, place, end, num_ranks, num_places, 1,
+                PARTS, RANKS, BLOCK, ROWS, COLUMNS, SPLITS,
+            )  # fmt: skip
+            gate = sums.to(tl.float32)
+            gated = (gate / (1.0 + tl.exp(-gate))).to(before.dtype).to(tl.float32)
+            gated *= up.to(before.dtype).to(tl.float32)
+            tl.store(out + row * second + column[None, :], gated.to(before.dtype), mask=mask)
+        else:
+            tl.store(target, sums, mask=mask)
+    elif tile == 0:
+        wait_for_others(EARLY)
 
 
-def shrink(x: torch.Tensor | HalfNormed, matrices: AdapterMatrices, rows: AdapterRows) -> torch.Tensor:
+def shrink(
+    x: torch.Tensor | HalfNormed, matrices: AdapterMatrices, rows: AdapterRows, tiling: LoraTiling | None = None
+) -> torch.Tensor:
     """See `lora.shrink`. -> float32 [splits, places, parts * ranks of a slot]."""
     squares, eps = (x.squares, x.eps) if isinstance(x, HalfNormed) else (matrices.ranks, 0.0)
     is_half, x = isinstance(x, HalfNormed), x.x if isinstance(x, HalfNormed) else x
-    splits, sizes = FEW_SPLITS if len(x) <= FEW else SPLITS, _sizes(matrices, rows)
-    num_ranks = matrices.num_parts * matrices.max_rank
-    low = torch.empty(splits, len(rows.order), num_ranks, dtype=torch.float32, device=x.device)
-    _shrink[len(rows.tiles), splits, num_ranks // sizes["BLOCK"]](
-        x,
-        x.stride(0),
-        squares,
-        len(squares),
-        len(x),
-        eps,
-        *_arguments(low, matrices, rows),
-        HALF=is_half,
-        **sizes,
-        STEP=STEP,
-        SPLITS=splits,
-        num_warps=4,
-        num_stages=3,
-    )
+    tiling, num_inputs, parts = tiling or lora_tiling(len(x)), matrices.num_inputs, matrices.num_parts
+    span = tiling.span * cdiv(num_inputs, MOST_SPLITS * max(tiling.span, 1))
+    span = span or cdiv(num_inputs, tiling.splits * tiling.step) * tiling.step
+    splits, num_lines = cdiv(num_inputs, span), parts * matrices.max_rank
+    block, early = min(tiling.lines, next_power_of_2(num_lines)), _starts_early(x)
+    low = torch.empty(splits, len(rows.order), num_lines, dtype=torch.float32, device=x.device)
+    _shrink[len(rows.tiles), splits, cdiv(num_lines, block)](
+        x, x.stride(0), squares, len(squares), len(x), eps, *_arguments(low, matrices, rows), is_half, num_inputs,
+        parts, matrices.max_rank, block, rows.most, tiling.step if tiling.span else 0, tiling.step, span,
+        tiling.shrink_stages, early, num_warps=tiling.shrink_warps, **early_options(early),
+    )  # fmt: skip
     return low
 
 
-def expand(low: torch.Tensor, y: torch.Tensor, matrices: AdapterMatrices, rows: AdapterRows) -> None:
+def expand(
+    low: torch.Tensor, y: torch.Tensor, matrices: AdapterMatrices, rows: AdapterRows, tiling: LoraTiling | None = None
+) -> None:
     """See `lora.expand`."""
-    columns, bounds = FEW_COLUMNS if len(y) <= FEW else COLUMNS, matrices.bounds
-    blocks = [triton.cdiv(end - start, columns) for start, end in pairwise(bounds)]
+    _launch_expand(low, y, y, matrices, rows, tiling)
+
+
+def expand_gated(
+    low: torch.Tensor, y: torch.Tensor, matrices: AdapterMatrices, rows: AdapterRows, tiling: LoraTiling | None = None
+) -> torch.Tensor:
+    """See `lora.expand_gated`."""
+    out = y.new_empty(len(y), y.shape[1] // 2)
+    _launch_expand(low, y, out, matrices, rows, tiling)
+    return out
+
+
+def _launch_expand(
+    low: torch.Tensor,
+    y: torch.Tensor,
+    out: torch.Tensor,
+    matrices: AdapterMatrices,
+    rows: AdapterRows,
+    tiling: LoraTiling | None,
+) -> None:
+    """`out`: y, or what the gates make of it."""
+    tiling, bounds, is_gated, early = tiling or lora_tiling(len(y)), matrices.bounds, out is not y, _starts_early(y)
+    block = min(64, next_power_of_2(matrices.max_rank))
+    columns = min(tiling.columns, tiling.elements // (block * (1 + is_gated)))
     second, third = (*bounds[1:], bounds[-1], bounds[-1])[:2]
+    blocks = [cdiv(end - start, columns) for start, end in pairwise(bounds[:2] if is_gated else bounds)]
     _expand[len(rows.tiles), sum(blocks)](
-        y, y.stride(0), *_arguments(low, matrices, rows), second, third, bounds[-1], blocks[0], sum(blocks[:2]),
-        **_sizes(matrices, rows), COLUMNS=columns, SPLITS=len(low), num_warps=4,
+        y, y.stride(0), out, *_arguments(low, matrices, rows), second, third, bounds[-1], blocks[0], sum(blocks[:2]),
+        matrices.num_inputs, matrices.num_parts, matrices.max_rank, block, rows.most, columns, len(low), is_gated,
+        early, num_warps=tiling.expand_warps, **early_options(early),
     )  # fmt: skip
 
 
 def _arguments(low: torch.Tensor, matrices: AdapterMatrices, rows: AdapterRows) -> tuple[Any, ...]:
     memory = matrices.memory
-    of_step = low, rows.order, rows.tiles, len(rows.order)
-    return memory, memory.shape[1], matrices.ranks, matrices.start, *of_step
+    return memory, memory.shape[1], matrices.ranks, matrices.start, low, rows.order, rows.tiles, len(rows.order)
 
 
-def _sizes(matrices: AdapterMatrices, rows: AdapterRows) -> dict[str, int]:
-    ranks = matrices.max_rank
-    block = next(size for size in (64, 32, 16) if not ranks % size)
-    return {"K": matrices.num_inputs, "PARTS": matrices.num_parts, "RANKS": ranks, "BLOCK": block, "ROWS": rows.most}
+def _starts_early(rows: torch.Tensor) -> bool:
+    return len(rows) <= FEW_IN_LINE and launches_early(rows.device)

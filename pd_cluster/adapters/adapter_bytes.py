@@ -11,10 +11,10 @@ import time
 from contextlib import ExitStack
 from dataclasses import dataclass
 from hashlib import sha256
-from mmap import mmap
 from typing import TYPE_CHECKING
 
 from pd_cluster.errors import BadAdapter
+from pd_cluster.large_pages import large_pages
 from pd_cluster.models.checkpoint_files import LFS_HEAD
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ def _read(
 ) -> memoryview:
     """Raises OSError, and BadAdapter if the file has another length now, or the time is over."""
     # A bytearray is filled with zeros under the interpreter's lock: 30 ms for 84 MB, in which all streams stand
-    content, start = memoryview(mmap(-1, max(1, file.found.st_size)))[: file.found.st_size], 0
+    content, start = memoryview(large_pages(max(1, file.found.st_size)))[: file.found.st_size], 0
     while start < len(content):
         if clock() >= end_s:
             raise BadAdapter(f"{file.path}: {start} of {len(content)} bytes were read in time: the disk is too slow")

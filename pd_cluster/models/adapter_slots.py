@@ -5,17 +5,16 @@ A slot is one run of memory, laid out by the adapter's own rank, so that an adap
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
 from pd_cluster.errors import StartupError
 from pd_cluster.models.linear_adapters import AdapterStep, LinearAdapters
-from pd_kernels.lora import FEW, RANK_STEP, AdapterMatrices, AdapterRows, tile_rows
+from pd_kernels.lora import FEW, FEW_IN_LINE, RANK_STEP, AdapterMatrices, AdapterRows, tile_rows
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from pd_cluster.models.linear import Linear
     from pd_cluster.models.linear_part import LinearPart
@@ -67,20 +66,25 @@ class AdapterSlots(AdapterStep):
         a, b = self._linears[place].matrices.of(memory, rank)
         return a[self._parts[place].index(part)], b[part.start : part.start + len(part.rows)]
 
-    def fill(self, slot: int, adapter: torch.Tensor) -> None:
+    def fill(self, slot: int, pieces: Iterable[torch.Tensor]) -> None:
         """Copy an adapter of host memory [rank * size] into a slot. The copy may be under way on return."""
-        self.memory[slot, : len(adapter)].copy_(adapter, non_blocking=True)
-        self.ranks[slot].fill_(len(adapter) // self.size)
+        start, memory = 0, self.memory[slot]
+        for piece in pieces:
+            memory[start : start + len(piece)].copy_(piece, non_blocking=True)
+            start += len(piece)
+        self.ranks[slot].fill_(start // self.size)
 
     @torch.inference_mode()
     def run_all_kernels(self) -> None:
         """Compile what steps need. The slots must be empty."""
         tiles = torch.tensor([[0, 0, 1]], dtype=torch.int32, device=self.memory.device)
-        for num_rows in (1, FEW + 1):
+        for num_rows in (1, FEW_IN_LINE + 1, FEW + 1):
             self.rows = AdapterRows(tiles[0], tiles, tile_rows(num_rows))
             for (_, index), linear in self._linears.items():
                 if not index:  # those of a kind have one shape
                     x = self.memory.new_zeros(num_rows, linear.matrices.num_inputs)
                     y = x.new_zeros(num_rows, linear.matrices.bounds[-1])
-                    linear.run(x, partial(y.view, -1), y)
+                    linear.run(x, y.contiguous, y)
+                    if 2 * linear.matrices.bounds[1] == linear.matrices.bounds[-1]:
+                        linear.run(x, y.contiguous, is_gated=True)
         self.rows = None

@@ -91,6 +91,8 @@ class Linear:
         assert self.adapters is not None
         if self.activate is None:
             return self.adapters.run(x, lambda: self._base(x))
+        if self._is_swiglu:
+            return self.adapters.run(x, lambda: self._unactivated(x), is_gated=True)
         return self.activate(self.adapters.run(x, lambda: self._unactivated(x)))
 
     def _unactivated(self, x: Normed) -> torch.Tensor:

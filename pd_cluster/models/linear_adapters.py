@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
-from pd_kernels.lora import FEW
+from pd_kernels.lora import FEW, FEW_IN_LINE
 from pd_kernels.quantized import QuantizedRows, RowsTwice
 from pd_kernels.values import HalfNormed
 
@@ -30,17 +30,18 @@ class AdapterStep:
         self.rows: AdapterRows | None = None  # None: no row has an adapter
 
     def side(self, num_rows: int) -> AbstractContextManager[object]:
-        """Work that runs beside what comes next, until `join`; before it where many rows fill the device.
+        """Work that runs beside what comes next, until `join`.
 
+        It runs before that where many rows fill the device, and where so few follow that kernels start early instead.
         It waits for all that came before, so the memory that it takes is free again when it takes it next time.
         """
-        if self._stream is None or num_rows > FEW:
+        if self._stream is None or not FEW_IN_LINE < num_rows <= FEW:
             return nullcontext()
         self._stream.wait_stream(torch.cuda.current_stream())
         return torch.cuda.stream(self._stream)
 
     def join(self, num_rows: int) -> None:
-        if self._stream is not None and num_rows <= FEW:
+        if self._stream is not None and FEW_IN_LINE < num_rows <= FEW:
             torch.cuda.current_stream().wait_stream(self._stream)
 
 
@@ -58,10 +59,18 @@ class LinearAdapters:
             return x.widened(self.matrices.memory.dtype)
         return x.plain if isinstance(x, RowsTwice) else x
 
-    def run(self, x: Inputs, product: Callable[[], torch.Tensor], target: torch.Tensor | None = None) -> torch.Tensor:
+    def run(
+        self,
+        x: Inputs,
+        product: Callable[[], torch.Tensor],
+        target: torch.Tensor | None = None,
+        *,
+        is_gated: bool = False,
+    ) -> torch.Tensor:
         """`product`, and what the adapters of this step's rows give for `x` added to it.
 
-        `target` [T, out]: they are added to this instead, which the product does not touch.
+        `target` [T, out]: they are added to this instead, which the product does not touch. `is_gated`: the result is
+        silu_and_mul of the sum.
         """
         plain, rows, kernels = self._plain(x), self.slots.rows, self.kernels
         assert rows is not None
@@ -72,6 +81,8 @@ class LinearAdapters:
                 kernels.expand(low, target, self.matrices, rows)
         found = product()
         self.slots.join(num_rows)
+        if is_gated:
+            return kernels.expand_gated(low, found, self.matrices, rows)
         if target is None:
             kernels.expand(low, found, self.matrices, rows)
         return found

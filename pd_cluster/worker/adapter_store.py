@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import deque
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -19,12 +21,15 @@ from pd_cluster.models.decoder import Decoder
 from pd_cluster.models.model_share import ModelShare
 from pd_cluster.models.registry import build_model
 from pd_cluster.models.shard import Shard
+from pd_cluster.worker.host_pages import HostPages
 from pd_kernels.backends import TORCH
 from pd_kernels.lora import RANK_STEP
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+    from pd_cluster.adapters.adapter_bytes import AdapterBytes
+    from pd_cluster.adapters.adapter_spec import AdapterSpec
     from pd_cluster.config import LoraConfig
     from pd_cluster.models.model import Model
     from pd_cluster.models.reduce import Reduce
@@ -63,7 +68,9 @@ class AdapterStore:
         self._parts, self._max_rank = parts, config.max_lora_rank
         self._orders = {name: order.cpu() for name, order in orders.items() if order is not None}
         self._max_bytes = MAX_HEADER_BYTES + 8 + 4 * self._max_rank * sum(sum(part.shape) for part in parts.values())
-        self._held: dict[str, torch.Tensor] = {}  # by digest
+        self._held: dict[str, HostPages] = {}  # by digest
+        # Of dropped ones: giving memory back may wait for the device, so the next one takes it, or gives it back
+        self._spare: deque[HostPages] = deque()
         self.slots = model.make_adapters(parts, config.lora_slots, config.max_lora_rank)
 
     def begin(self, digest: str, path: str, told: Callable[[str, int], None]) -> None:
@@ -72,12 +79,15 @@ class AdapterStore:
 
     def drop(self, digest: str) -> None:
         """Forget an adapter in host memory. Unknown ones are ignored."""
-        self._held.pop(digest, None)
+        if (pages := self._held.pop(digest, None)) is not None:
+            self._spare.append(pages)
 
     def fill(self, adapters: Iterable[tuple[int, str]]) -> None:
         """Copy each adapter into its slot."""
         for slot, digest in adapters:
-            self.slots.fill(slot, self._held[digest])
+            pages = self._held[digest]
+            self.slots.fill(slot, pages.pieces())
+            pages.note_copied()
 
     def _run(self, digest: str, path: str, told: Callable[[str, int], None]) -> None:
         try:
@@ -90,7 +100,7 @@ class AdapterStore:
             told("", adapter.nbytes)
 
     @torch.inference_mode()
-    def _read(self, digest: str, path: str) -> torch.Tensor:
+    def _read(self, digest: str, path: str) -> HostPages:
         """The matrices of this rank, as a slot has them. Raises BadAdapter."""
         files = read_adapter(Path(path), self._max_bytes)
         if files.digest != digest:
@@ -99,12 +109,31 @@ class AdapterStore:
         if told := spec.base_warning(self._model_name):
             logger.warning("%s: %s", path, told)
         rank, slots = -(-spec.rank // RANK_STEP) * RANK_STEP, self.slots
-        is_pinned = slots.memory.device.type == "cuda"
-        memory = torch.empty(rank * slots.size, dtype=slots.dtype, pin_memory=is_pinned)
+        pages = self._take_pages(rank * slots.size)
+        try:
+            self._put(files, spec, rank, pages.numbers)
+            pages.pin()
+        except BaseException:
+            pages.close()
+            raise
+        return pages
+
+    def _put(self, files: AdapterBytes, spec: AdapterSpec, rank: int, memory: torch.Tensor) -> None:
+        """Fill the memory of one adapter. Raises BadAdapter."""
         if len(spec.modules) < len(self._parts) or any(module.rank < rank for module in spec.modules):
             clear(memory)
         for module in spec.modules:
-            a, b = slots.place(memory, rank, module.part)
+            a, b = self.slots.place(memory, rank, module.part)
             order = self._orders.get(module.name)
             put_matrices(files, module, a[: module.rank], b[:, : module.rank], order)
-        return memory
+
+    def _take_pages(self, num_numbers: int) -> HostPages:
+        """Those of a dropped adapter, if they are as many; else they are given back."""
+        while self._spare:
+            with suppress(IndexError):  # of another thread
+                pages = self._spare.popleft()
+                if len(pages.numbers) == num_numbers:
+                    pages.wait()
+                    return pages
+                pages.close()
+        return HostPages(num_numbers, self.slots.dtype, self.slots.memory.device)

@@ -12,13 +12,14 @@ import logging
 import mmap
 import threading
 import time
-from contextlib import suppress
 from math import gcd, inf, prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from pd_cluster.errors import StartupError
+from pd_cluster.large_pages import large_pages
+from pd_cluster.worker.host_pages import driver, pin
 from pd_cluster.worker.host_room import HOST_RESERVE_BYTES, free_host_bytes
 
 if TYPE_CHECKING:
@@ -105,7 +106,7 @@ class HostMemory:
                 return
         until_s = time.monotonic() + unpin_s
         while self._pinned and time.monotonic() < until_s:
-            torch.cuda.check_error(_driver().cudaHostUnregister(self._pinned.pop()))
+            torch.cuda.check_error(driver().cudaHostUnregister(self._pinned.pop()))
         if not self._pinned:
             self._memory, self.tensors = [], ()
 
@@ -115,14 +116,9 @@ class HostMemory:
         if not num_bytes:
             return torch.empty(0, dtype=torch.uint8)
         try:
-            memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            return torch.frombuffer(large_pages(num_bytes), dtype=torch.uint8)
         except (OSError, ValueError, OverflowError) as error:
             raise StartupError(f"cannot reserve {num_bytes / 1e9:.2f} GB of host memory: {error}") from error
-        # Pinned pages would be copied at once into a process that is forked, and large pages are pinned faster
-        for advice in (mmap.MADV_DONTFORK, mmap.MADV_HUGEPAGE):
-            with suppress(OSError):
-                memory.madvise(advice)
-        return torch.frombuffer(memory, dtype=torch.uint8)
 
     def _fill_all(self) -> None:
         started_s, first = time.monotonic(), self.num_ready
@@ -151,10 +147,6 @@ class HostMemory:
             # First, and without the interpreter's lock: what the driver has to find pages for, it finds under its own
             ctypes.memset(address, 0, num_bytes)
             if self._device.type == "cuda":
-                torch.cuda.check_error(_driver().cudaHostRegister(address, num_bytes, 0))
+                pin(address, num_bytes)
                 self._pinned.append(address)
         self._num_pieces += 1
-
-
-def _driver() -> Any:
-    return torch.cuda.cudart()  # type: ignore[no-untyped-call]

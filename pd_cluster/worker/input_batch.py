@@ -20,7 +20,7 @@ from pd_cluster.worker.sample_planner import SamplePlanner
 from pd_cluster.worker.sampling_state import SamplingInputs
 from pd_cluster.worker.step_inputs import Part, ReplayInputs, StepInputs, TailInputs, up_to
 from pd_cluster.worker.verification import tokens_before
-from pd_kernels.lora import NO_SLOT, AdapterRows, cut_tiles
+from pd_kernels.lora import NO_SLOT, AdapterRows, put_rows
 from pd_kernels.values import Ints, PackedSequences, leading_ones
 
 if TYPE_CHECKING:
@@ -192,8 +192,7 @@ class InputBatch:
         if self._states is not None:
             self._states.fill(places.states, chunks, rows, positions)
         if places.adapters is not None:
-            order, tiles = cut_tiles(self._slots[rows], step.size.num_seqs)
-            places.adapters[0][: len(order)], places.adapters[1][: len(tiles)] = order, tiles
+            put_rows(places.adapters, self._slots[rows], step.size.num_seqs)
         ends = starts + lens
         step.fill(places, chunks, samples, lens, ends)
         return self._replayed(samples, rows, lens, ends, places, draws)

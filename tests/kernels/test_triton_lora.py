@@ -11,7 +11,8 @@ import torch
 pytest.importorskip("triton", reason="the Triton kernels need triton")
 
 from pd_kernels import lora, triton_lora
-from pd_kernels.lora import AdapterMatrices, AdapterRows, cut_tiles, most_tiles, tile_rows
+from pd_kernels.lora import NO_TILE, AdapterMatrices, AdapterRows, cut_tiles, most_tiles, tile_rows
+from pd_kernels.torch_ops import silu_and_mul
 from pd_kernels.values import HalfNormed
 
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")
@@ -36,7 +37,7 @@ def matrices(inputs: int, parts: tuple[int, ...], ranks: list[int], most: int) -
 def rows_of(slots: list[int], num_slots: int) -> AdapterRows:
     """With tiles that no row has, as captured steps have them."""
     order, tiles = cut_tiles(np.array(slots), len(slots))
-    padded = np.full((most_tiles(len(slots), num_slots), 3), -1)
+    padded = np.full((most_tiles(len(slots), num_slots), 3), NO_TILE)
     padded[: len(tiles)] = tiles
     places, kept = (torch.from_numpy(one.astype(np.int32)).to(DEVICE) for one in (order, padded))
     return AdapterRows(places, kept, tile_rows(len(slots)))
@@ -60,6 +61,35 @@ def test_each_row_gets_its_own_adapter(name: str, most: int, ranks: list[int], n
     rounding = 2**-8 * expected.norm() if GPU else 0.0  # an element of the sum is rounded to 8 bits
     assert (found.float() - expected).norm() <= (1e-2 if GPU else 1e-5) * (expected - y.float()).norm() + rounding
     assert not torch.equal(found, y)
+
+
+@pytest.mark.parametrize("num_rows", [1, 21, 300])
+@pytest.mark.parametrize(("most", "ranks"), [(16, [16, 16, 16]), (64, [16, 64, 32])])
+def test_gates_are_applied_to_all_rows(most: int, ranks: list[int], num_rows: int) -> None:
+    """To those of the base, too; and no tile has a row that is not there."""
+    inputs, parts = SHAPES["gate_up"]
+    own, generator = matrices(inputs, parts, ranks, most), torch.Generator().manual_seed(num_rows)
+    slots = torch.randint(-1, 3, (num_rows,), generator=generator).tolist()
+    x = torch.randn(num_rows, inputs, generator=generator).to(DEVICE, DTYPE)
+    y = torch.randn(num_rows, sum(parts), generator=generator).to(DEVICE, DTYPE)
+    rows, sums = rows_of(slots, 3), y.clone()
+    low = triton_lora.shrink(x, own, rows)
+    found = triton_lora.expand_gated(low, y, own, rows)
+    triton_lora.expand(low, sums, own, rows)
+    assert torch.allclose(found, silu_and_mul(sums), rtol=2**-7 if GPU else 1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("most", "length"), [(16, 200), (64, 200), (64, 1100)])
+def test_rows_that_few_programs_share(most: int, length: int) -> None:
+    """Of steps in which shrinks run beside products, and of several spans of the inputs."""
+    parts = SHAPES["qkv"][1]
+    own, generator = matrices(length, parts, [16, most, 16], most), torch.Generator().manual_seed(2)
+    slots = torch.randint(-1, 3, (40,), generator=generator).tolist()
+    x = torch.randn(40, length, generator=generator).to(DEVICE, DTYPE)
+    found, expected, rows = *torch.zeros(2, 40, sum(parts), dtype=DTYPE, device=DEVICE), rows_of(slots, 3)
+    triton_lora.expand(triton_lora.shrink(x, own, rows), found, own, rows)
+    lora.expand(lora.shrink(x, own, rows), expected, own, rows)
+    assert (found - expected).float().norm() <= (2e-2 if GPU else 1e-5) * expected.float().norm()
 
 
 def test_a_row_does_not_depend_on_its_place_and_on_others() -> None:

@@ -22,7 +22,7 @@ import torch
 
 from pd_cluster.models.forward_inputs import Tail
 from pd_cluster.worker.cuda_graphs.state_places import StateRoom
-from pd_kernels.lora import NO_SLOT, AdapterRows, most_tiles, tile_rows
+from pd_kernels.lora import AdapterRows, most_tiles, put_rows, tile_rows
 from pd_kernels.state import NONE, StatePlan
 from pd_kernels.values import StepOnDevice, leading_ones
 
@@ -153,7 +153,7 @@ class DecodeStep:
             places.states[:] = NONE
             places.states[1] = self.no_slot
         if places.adapters is not None:
-            places.adapters[1][:, 0] = NO_SLOT
+            put_rows(places.adapters, np.empty(0, np.int64), self.size.num_seqs)
 
     def fill(
         self, places: StepPlaces, chunks: tuple[SequenceChunk, ...], samples: Samples, lens: Ints, ends: Ints
