@@ -133,7 +133,7 @@ def measure(
     inputs, bounds = PRODUCTS[name]
     layers, rows = matrices_of(name, rank, layers_for(count)), rows_of(count, adapters, most)
     x = torch.randn(count, inputs, dtype=torch.bfloat16, device="cuda")
-    y = torch.randn(count, bounds[-1], dtype=torch.bfloat16, device="cuda")
+    y = torch.randn(count, bounds[-1], dtype=torch.bfloat16, device="cuda") / 16  # as large as what is added
     try:
         low, before, gated = triton_lora.shrink(x, layers[0], rows, tiling), y.clone(), ""
         if name == "gate_up" and "g" in what:

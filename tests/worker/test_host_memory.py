@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from pd_cluster.errors import StartupError
-from pd_cluster.worker import host_memory
+from pd_cluster.worker import host_memory, host_pages
 from pd_cluster.worker.host_memory import HostMemory
 from pd_cluster.worker.host_room import HOST_RESERVE_BYTES
 from pd_cluster.worker.kv_cache import KVCache
@@ -196,7 +196,8 @@ class FakeDriver:
 def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
     driver = FakeDriver()
     cuda = SimpleNamespace(cudart=lambda: driver, check_error=driver.check, set_device=lambda device: None)
-    monkeypatch.setattr(host_memory, "torch", SimpleNamespace(**{**vars(torch), "cuda": cuda}))
+    for module in (host_memory, host_pages):
+        monkeypatch.setattr(module, "torch", SimpleNamespace(**{**vars(torch), "cuda": cuda}))
     yield driver
     assert driver.ranges == {}
 
