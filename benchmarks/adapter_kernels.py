@@ -81,7 +81,8 @@ def rows_of(count: int, adapters: int, most: int = 0) -> AdapterRows:
     if most > tile_rows(count):  # variants with larger tiles
         ends = [*range(0, count, most), count]
         tiles = np.array([(slots[first], first, end) for first, end in pairwise(ends)])
-    return AdapterRows(*(torch.from_numpy(one.astype(np.int32)).cuda() for one in (order, tiles)), most)
+    places, kept = (torch.from_numpy(one.astype(np.int32)).cuda() for one in (order, tiles))
+    return AdapterRows(places, kept, most)
 
 
 def timed(works: list[Callable[[], object]], repeats: int = 7) -> float:
@@ -95,12 +96,12 @@ def timed(works: list[Callable[[], object]], repeats: int = 7) -> float:
             work()
     found = []
     for _ in range(repeats):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         begin.record()
         graph.replay()
         end.record()
         torch.cuda.synchronize()
-        found.append(begin.elapsed_time(end) * 1e3 / len(works))
+        found.append(float(begin.elapsed_time(end)) * 1e3 / len(works))
     return statistics.median(found[2:])
 
 
@@ -137,8 +138,8 @@ def measure(
     try:
         low, before, gated = triton_lora.shrink(x, layers[0], rows, tiling), y.clone(), ""
         if name == "gate_up" and "g" in what:
-            out = triton_lora.expand_gated(low, y, layers[0], rows, tiling)
-        triton_lora.expand(low, y, layers[0], rows, tiling)
+            out = triton_lora.expand(low, y, layers[0], rows, True, tiling)
+        triton_lora.expand(low, y, layers[0], rows, False, tiling)
         if name == "gate_up" and "g" in what:
             gates = torch.nn.functional.silu(y[:, :FF]) * y[:, FF:]
             gated = f", gated off by {float((out - gates).float().norm() / gates.float().norm()):.0e}"
@@ -148,13 +149,13 @@ def measure(
             return ""
         limits, found = bounds_us(name, rank, count, adapters), []
         if "s" in what:
-            us = timed([lambda own=own: triton_lora.shrink(x, own, rows, tiling) for own in layers])
+            us = timed([partial(triton_lora.shrink, x, own, rows, tiling) for own in layers])
             found.append(f"shrink {us:6.1f}/{limits[0]:.1f}")
         if "e" in what:
-            us = timed([lambda own=own: triton_lora.expand(low, y, own, rows, tiling) for own in layers])
+            us = timed([partial(triton_lora.expand, low, y, own, rows, False, tiling) for own in layers])
             found.append(f"expand {us:6.1f}/{limits[1]:.1f}")
         if "g" in what and name == "gate_up":
-            us = timed([lambda own=own: triton_lora.expand_gated(low, y, own, rows, tiling) for own in layers])
+            us = timed([partial(triton_lora.expand, low, y, own, rows, True, tiling) for own in layers])
             found.append(f"gated {us:6.1f}/{limits[2]:.1f}")
         return f"{', '.join(found)}; off by {error:.0e}{gated}"
     except Exception as failure:  # a tiling that does not fit
@@ -223,7 +224,7 @@ def layers() -> None:
             for mode, in_line in (("base", 32), ("beside", 0), ("in line", 256)):
                 if count > 256 and mode == "beside":
                     continue
-                linear_adapters.FEW_IN_LINE = triton_lora.FEW_IN_LINE = in_line
+                vars(linear_adapters)["FEW_IN_LINE"] = vars(triton_lora)["FEW_IN_LINE"] = in_line
                 step.rows = None if mode == "base" else rows
                 work = partial(run_layers, linears, residual, norm, chosen)
                 if Options.warm:
@@ -269,7 +270,7 @@ def pages() -> None:
     memory = torch.frombuffer(large_pages(total), dtype=torch.uint8)
     memory.zero_()
     pin(memory.data_ptr(), 2 << 20)
-    torch.cuda._sleep(100_000_000)
+    torch.cuda._sleep(100_000_000)  # type: ignore[no-untyped-call]
     began_s = time.perf_counter()
     torch.cuda.check_error(driver().cudaHostUnregister(memory.data_ptr()))
     say(f"pages: unpinning beside 50 ms of work took {(time.perf_counter() - began_s) * 1e3:.2f} ms")

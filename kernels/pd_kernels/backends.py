@@ -122,8 +122,7 @@ class Kernels:
     gated_norm_quantized: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float, int], QuantizedRows]
     quantized_product: Callable[[QuantizedRows, QuantizedWeight, torch.dtype], torch.Tensor]
     shrink: Callable[[torch.Tensor | HalfNormed, AdapterMatrices, AdapterRows], torch.Tensor]
-    expand: Callable[[torch.Tensor, torch.Tensor, AdapterMatrices, AdapterRows], None]
-    expand_gated: Callable[[torch.Tensor, torch.Tensor, AdapterMatrices, AdapterRows], torch.Tensor]
+    expand: Callable[[torch.Tensor, torch.Tensor, AdapterMatrices, AdapterRows, bool], torch.Tensor]
     norm_rope_write: NormRopeWrite
     route: RouteTokens
     experts: MixExperts
@@ -172,7 +171,6 @@ TORCH = Kernels(
     quantized_product=torch_quantized.quantized_product,
     shrink=lora.shrink,
     expand=lora.expand,
-    expand_gated=lora.expand_gated,
     norm_rope_write=torch_ops.norm_rope_write,
     route=torch_experts.route,
     experts=torch_experts.experts,

@@ -118,16 +118,16 @@ def shrink(x: torch.Tensor | HalfNormed, matrices: AdapterMatrices, rows: Adapte
     return low
 
 
-def expand(low: torch.Tensor, y: torch.Tensor, matrices: AdapterMatrices, rows: AdapterRows) -> None:
-    """Add B A x to `y` [T, out], in place. `low`: of `shrink`."""
+def expand(
+    low: torch.Tensor, y: torch.Tensor, matrices: AdapterMatrices, rows: AdapterRows, is_gated: bool = False
+) -> torch.Tensor:
+    """Add B A x to `y` [T, out], in place. `low`: of `shrink`. -> y.
+
+    `is_gated`: the parts of y are gates and ups -> silu_and_mul of the sum, of all rows. y may change.
+    """
     for slot, start, end in rows.tiles.tolist():
         if slot >= 0:
             _, b = matrices.of(matrices.memory[slot], rank := int(matrices.ranks[slot]))
             for part, (first, last) in enumerate(pairwise(matrices.bounds)):
                 y[rows.order[start:end].long(), first:last] += low[start:end, part, :rank] @ b[first:last].T
-
-
-def expand_gated(low: torch.Tensor, y: torch.Tensor, matrices: AdapterMatrices, rows: AdapterRows) -> torch.Tensor:
-    """`expand`, then silu_and_mul of all rows. It may change `y`, whose parts are gates and ups."""
-    expand(low, y, matrices, rows)
-    return silu_and_mul(y)
+    return silu_and_mul(y) if is_gated else y

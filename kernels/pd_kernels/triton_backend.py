@@ -16,7 +16,7 @@ from pd_kernels.triton_biased_experts import make_biased_mix, needs_room
 from pd_kernels.triton_block_copy import copy_blocks
 from pd_kernels.triton_experts import experts
 from pd_kernels.triton_logprobs import logprobs
-from pd_kernels.triton_lora import expand, expand_gated, shrink
+from pd_kernels.triton_lora import expand, shrink
 from pd_kernels.triton_matmul import FewRowsLinear
 from pd_kernels.triton_norm import add_rms_norm, add_rms_norm_quantized, add_rms_norm_twice, rms_norm
 from pd_kernels.triton_penalties import penalize
@@ -57,7 +57,6 @@ TRITON = Kernels(
     quantized_product=quantized_product,
     shrink=shrink,
     expand=expand,
-    expand_gated=expand_gated,
     norm_rope_write=norm_rope_write,
     route=route,
     experts=experts,

@@ -214,32 +214,16 @@ def shrink(
 
 
 def expand(
-    low: torch.Tensor, y: torch.Tensor, matrices: AdapterMatrices, rows: AdapterRows, tiling: LoraTiling | None = None
-) -> None:
-    """See `lora.expand`."""
-    _launch_expand(low, y, y, matrices, rows, tiling)
-
-
-def expand_gated(
-    low: torch.Tensor, y: torch.Tensor, matrices: AdapterMatrices, rows: AdapterRows, tiling: LoraTiling | None = None
-) -> torch.Tensor:
-    """See `lora.expand_gated`."""
-    out = y.new_empty(len(y), y.shape[1] // 2)
-    _launch_expand(low, y, out, matrices, rows, tiling)
-    return out
-
-
-def _launch_expand(
     low: torch.Tensor,
     y: torch.Tensor,
-    out: torch.Tensor,
     matrices: AdapterMatrices,
     rows: AdapterRows,
-    tiling: LoraTiling | None,
-) -> None:
-    """`out`: y, or what the gates make of it."""
-    tiling, bounds, is_gated, early = tiling or lora_tiling(len(y)), matrices.bounds, out is not y, _starts_early(y)
-    block = min(64, next_power_of_2(matrices.max_rank))
+    is_gated: bool = False,
+    tiling: LoraTiling | None = None,
+) -> torch.Tensor:
+    """See `lora.expand`."""
+    tiling, bounds, early = tiling or lora_tiling(len(y)), matrices.bounds, _starts_early(y)
+    out, block = y.new_empty(len(y), bounds[1]) if is_gated else y, min(64, next_power_of_2(matrices.max_rank))
     columns = min(tiling.columns, tiling.elements // (block * (1 + is_gated)))
     second, third = (*bounds[1:], bounds[-1], bounds[-1])[:2]
     blocks = [cdiv(end - start, columns) for start, end in pairwise(bounds[:2] if is_gated else bounds)]
@@ -248,6 +232,7 @@ def _launch_expand(
         matrices.num_inputs, matrices.num_parts, matrices.max_rank, block, rows.most, columns, len(low), is_gated,
         early, num_warps=tiling.expand_warps, **early_options(early),
     )  # fmt: skip
+    return out
 
 
 def _arguments(low: torch.Tensor, matrices: AdapterMatrices, rows: AdapterRows) -> tuple[Any, ...]:

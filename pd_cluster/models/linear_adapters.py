@@ -78,11 +78,7 @@ class LinearAdapters:
         with self.slots.side(num_rows):
             low = kernels.shrink(plain, self.matrices, rows)
             if target is not None:
-                kernels.expand(low, target, self.matrices, rows)
+                kernels.expand(low, target, self.matrices, rows, False)
         found = product()
         self.slots.join(num_rows)
-        if is_gated:
-            return kernels.expand_gated(low, found, self.matrices, rows)
-        if target is None:
-            kernels.expand(low, found, self.matrices, rows)
-        return found
+        return found if target is not None else kernels.expand(low, found, self.matrices, rows, is_gated)

@@ -74,7 +74,7 @@ def test_gates_are_applied_to_all_rows(most: int, ranks: list[int], num_rows: in
     y = torch.randn(num_rows, sum(parts), generator=generator).to(DEVICE, DTYPE)
     rows, sums = rows_of(slots, 3), y.clone()
     low = triton_lora.shrink(x, own, rows)
-    found = triton_lora.expand_gated(low, y, own, rows)
+    found = triton_lora.expand(low, y, own, rows, True)
     triton_lora.expand(low, sums, own, rows)
     assert torch.allclose(found, silu_and_mul(sums), rtol=2**-7 if GPU else 1e-5, atol=1e-5)
 
