@@ -145,7 +145,7 @@ def measure(
             gated = f", gated off by {float((out - gates).float().norm() / gates.float().norm()):.0e}"
         at = [0, count // 2, count - 1]
         error = max(error_of(x, before, y, layers[0], row * adapters // count, row) for row in at)
-        if Options.warm:
+        if Chosen.warm:
             return ""
         limits, found = bounds_us(name, rank, count, adapters), []
         if "s" in what:
@@ -162,7 +162,7 @@ def measure(
         return f"failed: {type(failure).__name__} {str(failure)[:150]}"
 
 
-class Options:
+class Chosen:
     warm: tuple[int, int] | None = None
 
 
@@ -227,13 +227,13 @@ def layers() -> None:
                 vars(linear_adapters)["FEW_IN_LINE"] = vars(triton_lora)["FEW_IN_LINE"] = in_line
                 step.rows = None if mode == "base" else rows
                 work = partial(run_layers, linears, residual, norm, chosen)
-                if Options.warm:
+                if Chosen.warm:
                     work()
                     continue
                 us = timed([work]) / num
                 base = base or us
                 told += f" {mode} {us:.1f}" + ("" if mode == "base" else f" (+{us - base:.1f}, {us / base - 1:+.1%})")
-            if not Options.warm:
+            if not Chosen.warm:
                 say(told)
 
 
@@ -287,7 +287,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=1e9, help="After these no variant is begun.")
     parser.add_argument("parts", nargs="*", default=["pages", "kernels", "layers", "variants"])
     options, until_s = parser.parse_args(), time.monotonic()
-    Options.warm, until_s = options.warm, until_s + options.seconds
+    Chosen.warm, until_s = options.warm, until_s + options.seconds
     for part in options.parts:
         began_s = time.monotonic()
         if part in ("pages", "layers"):

@@ -21,7 +21,7 @@ from pd_cluster.models.decoder import Decoder
 from pd_cluster.models.model_share import ModelShare
 from pd_cluster.models.registry import build_model
 from pd_cluster.models.shard import Shard
-from pd_cluster.worker.host_pages import HostPages
+from pd_cluster.worker.host_pages import AdapterPages
 from pd_kernels.backends import TORCH
 from pd_kernels.lora import RANK_STEP
 
@@ -68,9 +68,9 @@ class AdapterStore:
         self._parts, self._max_rank = parts, config.max_lora_rank
         self._orders = {name: order.cpu() for name, order in orders.items() if order is not None}
         self._max_bytes = MAX_HEADER_BYTES + 8 + 4 * self._max_rank * sum(sum(part.shape) for part in parts.values())
-        self._held: dict[str, HostPages] = {}  # by digest
+        self._held: dict[str, AdapterPages] = {}  # by digest
         # Of dropped ones: giving memory back may wait for the device, so the next one takes it, or gives it back
-        self._spare: deque[HostPages] = deque()
+        self._spare: deque[AdapterPages] = deque()
         self.slots = model.make_adapters(parts, config.lora_slots, config.max_lora_rank)
 
     def begin(self, digest: str, path: str, told: Callable[[str, int], None]) -> None:
@@ -100,7 +100,7 @@ class AdapterStore:
             told("", adapter.nbytes)
 
     @torch.inference_mode()
-    def _read(self, digest: str, path: str) -> HostPages:
+    def _read(self, digest: str, path: str) -> AdapterPages:
         """The matrices of this rank, as a slot has them. Raises BadAdapter."""
         files = read_adapter(Path(path), self._max_bytes)
         if files.digest != digest:
@@ -127,7 +127,7 @@ class AdapterStore:
             order = self._orders.get(module.name)
             put_matrices(files, module, a[: module.rank], b[:, : module.rank], order)
 
-    def _take_pages(self, num_numbers: int) -> HostPages:
+    def _take_pages(self, num_numbers: int) -> AdapterPages:
         """Those of a dropped adapter, if they are as many; else they are given back."""
         while self._spare:
             with suppress(IndexError):  # of another thread
@@ -136,4 +136,4 @@ class AdapterStore:
                     pages.wait()
                     return pages
                 pages.close()
-        return HostPages(num_numbers, self.slots.dtype, self.slots.memory.device)
+        return AdapterPages(num_numbers, self.slots.dtype, self.slots.memory.device)

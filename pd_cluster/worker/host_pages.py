@@ -30,7 +30,7 @@ def driver() -> Any:
     return torch.cuda.cudart()  # type: ignore[no-untyped-call]
 
 
-class HostPages:
+class AdapterPages:
     """Memory of one adapter: `fill` it, `pin` it, copy its `pieces`. Another one of as many bytes may take it next."""
 
     def __init__(self, num_numbers: int, dtype: torch.dtype, device: torch.device) -> None:

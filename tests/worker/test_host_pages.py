@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pd_cluster.worker import host_pages
-from pd_cluster.worker.host_pages import PIECE_BYTES, HostPages
+from pd_cluster.worker.host_pages import PIECE_BYTES, AdapterPages
 from tests.worker.test_host_memory import FakeDriver
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
 
 
 def test_each_piece_is_pinned_and_copied_by_itself(driver: FakeDriver) -> None:
-    pages = HostPages(NUMBERS, torch.bfloat16, torch.device("cuda"))
+    pages = AdapterPages(NUMBERS, torch.bfloat16, torch.device("cuda"))
     pages.numbers.copy_(torch.arange(NUMBERS) % 251)
     pages.pin()
     pieces = list(pages.pieces())
@@ -43,7 +43,7 @@ def test_each_piece_is_pinned_and_copied_by_itself(driver: FakeDriver) -> None:
 
 def test_what_was_pinned_before_a_refusal_is_given_back(driver: FakeDriver) -> None:
     driver.most = 2
-    pages = HostPages(NUMBERS, torch.bfloat16, torch.device("cuda"))
+    pages = AdapterPages(NUMBERS, torch.bfloat16, torch.device("cuda"))
     with pytest.raises(RuntimeError):
         pages.pin()
     assert len(driver.ranges) == 2
