@@ -39,22 +39,12 @@ PRODUCTS = {  # inputs, bounds of the parts
     "down": (FF, (0, HIDDEN)),
 }  # fmt: skip
 LOADS = ((1, 1), (8, 8), (64, 1), (64, 8), (64, 64), (8192, 1), (8192, 8))  # rows, adapters
-SHRINKS = {  # rows of a step -> tilings beside the default
-    1: [(256, 256, 0, 16, 4, 1), (1024, 1024, 0, 16, 8, 1), (256, 512, 0, 16, 4, 2), (512, 512, 0, 32, 4, 1)],
-    64: [
-        (256, 256, 0, 16, 4, 1), (1024, 1024, 0, 16, 8, 1), (256, 1024, 0, 16, 4, 3), (256, 512, 0, 32, 4, 2),
-        (512, 512, 0, 32, 8, 1), (256, 0, 4, 32, 4, 3), (128, 0, 8, 16, 4, 4),
-    ],
-    8192: [
-        (128, 0, 1, 64, 4, 3), (128, 0, 4, 64, 4, 3), (64, 0, 2, 64, 4, 4), (64, 0, 4, 64, 4, 4),
-        (128, 0, 2, 256, 8, 3), (64, 0, 4, 256, 8, 3),
-    ],
-}  # fmt: skip
-EXPANDS = {  # elements, columns, warps
-    1: [(8192, 64, 4), (8192, 256, 4), (8192, 64, 2)],
-    64: [(2048, 128, 4), (4096, 256, 4), (8192, 512, 8), (16384, 1024, 8)],
-    8192: [(4096, 64, 4), (8192, 128, 8), (16384, 256, 8), (16384, 128, 8), (4096, 64, 8)],
+SHRINKS = {  # rows of a step -> tilings of the shrink beside the default
+    1: [(512, 8, 16, 1), (512, 16, 16, 1), (256, 16, 32, 1)],
+    64: [(256, 4, 16, 3), (256, 8, 32, 3), (128, 4, 32, 4), (256, 2, 32, 3)],
+    8192: [(128, 2, 64, 3), (64, 1, 64, 4), (64, 2, 128, 4), (64, 4, 64, 4)],
 }
+BLOCKS = {1: [2], 64: [2, 3, 8], 8192: [2, 4, 16]}  # of the expand
 
 
 def say(text: str) -> None:
@@ -181,11 +171,11 @@ def variants() -> Iterator[tuple[str, tuple[Any, ...]]]:
             for one in SHRINKS[count]:
                 for name in ("qkv", "down"):
                     told = f"rank {rank} rows {count} adapters {adapters} {name:8} {one}"
-                    yield told, (name, rank, count, adapters, LoraTiling(*one, *defaults[count][6:]), "s")
-            for three in EXPANDS[count]:
+                    yield told, (name, rank, count, adapters, LoraTiling(*one, defaults[count].blocks), "s")
+            for blocks in BLOCKS[count]:
                 for name, what in (("gate_up", "g"), ("o", "e")):
-                    told = f"rank {rank} rows {count} adapters {adapters} {name:8} {three}"
-                    yield told, (name, rank, count, adapters, LoraTiling(*defaults[count][:6], *three), what)
+                    told = f"rank {rank} rows {count} adapters {adapters} {name:8} blocks {blocks}"
+                    yield told, (name, rank, count, adapters, defaults[count]._replace(blocks=blocks), what)
     for rank in (16, 64):
         for name in ("qkv", "gate_up"):
             yield f"rank {rank} rows 8192 adapters 8 {name:8} tiles of 128", (name, rank, 8192, 8, None, "seg", 128)

@@ -26,26 +26,23 @@ if TYPE_CHECKING:
     from pd_kernels.lora import AdapterMatrices, AdapterRows
 
 
-MOST_SPLITS = 16  # where programs have spans: the expand reads the sums of all
+ELEMENTS = 8192  # at most, of B and of a tile's outputs, that a program of the expand has at once
+COLUMNS = 128  # at most, of these outputs
 
 
 class LoraTiling(NamedTuple):
     """Sizes of both kernels."""
 
     step: int  # inputs that a program multiplies at once
-    span: int  # inputs of a program, or a part of them; 0: those of one of `splits`
-    splits: int  # of the inputs, without a span
+    splits: int  # of the inputs, at most
     lines: int  # most lines of A of a program
-    shrink_warps: int
-    shrink_stages: int
-    elements: int  # of B that a program of the expand reads at once, for the ranks that it multiplies at once
-    columns: int  # most outputs of a program
-    expand_warps: int
+    stages: int  # 1: a program reads its first lines of A before it waits
+    blocks: int  # of outputs that a program of the expand adds to, one after another
 
 
-IN_LINE = LoraTiling(512, 512, 0, 16, 4, 1, 8192, 128, 4)  # up to FEW_IN_LINE rows
-FEW_ROWS = LoraTiling(512, 512, 0, 16, 4, 1, 8192, 512, 4)  # up to FEW rows
-MANY_ROWS = LoraTiling(128, 0, 2, 64, 4, 3, 8192, 128, 4)
+IN_LINE = LoraTiling(256, 16, 16, 1, 1)  # up to FEW_IN_LINE rows
+FEW_ROWS = LoraTiling(256, 4, 32, 3, 4)  # up to FEW rows
+MANY_ROWS = LoraTiling(64, 2, 64, 4, 8)
 
 
 def lora_tiling(num_rows: int) -> LoraTiling:
@@ -106,43 +103,30 @@ def _shrink(
 
 @triton.jit
 def _lines_of(b, column, stop, rank, num_ranks):
-    """Integers: see `_bits`."""
     is_line = (column < stop)[:, None] & (rank < num_ranks)[None, :]
-    return tl.load(_bits(b) + column.to(tl.int64)[:, None] * num_ranks + rank[None, :], mask=is_line, other=0)
+    return tl.load(b + column.to(tl.int64)[:, None] * num_ranks + rank[None, :], mask=is_line, other=0)
 
 
 @triton.jit
-def _part_of(
-    head, b, column, stop, low, place, end, num_ranks, num_places, part,
-    PARTS: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    SPLITS: tl.constexpr,
+def _low_of(
+    low, place, end, rank, num_ranks, num_places, part,
+    PARTS: tl.constexpr, RANKS: tl.constexpr, SPLITS: tl.constexpr, SLABS: tl.constexpr,
 ):  # fmt: skip
-    """low B^T of a part, [ROWS, COLUMNS]. `head`: of `_lines_of`, with the first ranks."""
-    dtype = b.dtype.element_ty
-    product = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for first_rank in tl.static_range(0, RANKS, BLOCK):
-        rank = first_rank + tl.arange(0, BLOCK)
-        at = place[:, None] * (PARTS * RANKS) + (part * num_ranks + rank)[None, :]
-        is_low = (place < end)[:, None] & (rank < num_ranks)[None, :]
-        sums = tl.load(low + at, mask=is_low, other=0.0)
-        for split in tl.static_range(1, SPLITS):
-            sums += tl.load(low + split * num_places * (PARTS * RANKS) + at, mask=is_low, other=0.0)
-        lines = head
-        if first_rank > 0:
-            lines = _lines_of(b, column, stop, rank, num_ranks)
-        product = tl.dot(
-            sums.to(dtype), tl.trans(lines.to(dtype, bitcast=True)), product, input_precision="ieee"
-        )  # fmt: skip
-    return product
+    """The sum of a part's splits, [ROWS, BLOCK]: one load, or each split would go through shared memory by itself."""
+    split = tl.arange(0, SLABS)[:, None, None]
+    at = (split * num_places + place[None, :, None]) * (PARTS * RANKS) + (part * num_ranks + rank)[None, None, :]
+    is_low = (split < SPLITS) & (place < end)[None, :, None] & (rank < num_ranks)[None, None, :]
+    return tl.sum(tl.load(low + at, mask=is_low, other=0.0), axis=0)
 
 
 @triton.jit(do_not_specialize=["start", "num_places", "second_block", "third_block"])
 def _expand(
     y, y_stride, out, memory, slot_size, ranks, start, low, order, tiles, num_places, second, third, outputs,
     second_block, third_block, K: tl.constexpr, PARTS: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, SPLITS: tl.constexpr, GATED: tl.constexpr, EARLY: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCKS: tl.constexpr, SPLITS: tl.constexpr, SLABS: tl.constexpr,
+    GATED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """y += low B^T in the tile's rows. Parts begin at outputs 0, `second` and `third`, and have blocks of their own.
+    """y += low B^T in the tile's rows. Parts begin at outputs 0, `second` and `third`, and have programs of their own.
 
     GATED: out = silu_and_mul of that, of all rows, and y stays: the parts are gates and ups.
     """
@@ -153,6 +137,7 @@ def _expand(
     if slot >= LEAST:
         first, end = tl.load(tiles + 3 * tile + 1), tl.load(tiles + 3 * tile + 2)
         own = tl.maximum(slot, 0)
+        dtype = memory.dtype.element_ty
         num_ranks = tl.where(slot >= 0, tl.multiple_of(tl.load(ranks + own), 16), 0)
         part, own_block, begin, stop = 0, block, 0, second
         if PARTS > 1 and not GATED:
@@ -160,35 +145,41 @@ def _expand(
             begin = tl.where(part == 0, 0, tl.where(part == 1, second, third))
             stop = tl.where(part == 0, second, tl.where(part == 1, third, outputs))
             own_block = block - tl.where(part == 0, 0, tl.where(part == 1, second_block, third_block))
-        column, place = begin + own_block * COLUMNS + tl.arange(0, COLUMNS), first + tl.arange(0, ROWS)
+        begin += own_block * (BLOCKS * COLUMNS)
+        place, rank = first + tl.arange(0, ROWS), tl.arange(0, BLOCK)
         row = tl.load(order + place, mask=place < end, other=0).to(tl.int64)[:, None]
         b = memory + own.to(tl.int64) * slot_size + (start.to(tl.int64) + PARTS * K) * num_ranks
-        rank, b_up = tl.arange(0, BLOCK), b + second.to(tl.int64) * num_ranks
-        head = _lines_of(b, column, stop, rank, num_ranks)
-        if GATED:
-            head_up = _lines_of(b_up, column, stop, rank, num_ranks)
+        b_up, column = b + second.to(tl.int64) * num_ranks, begin + tl.arange(0, COLUMNS)
+        if BLOCKS == 1:
+            head = _lines_of(_bits(b), column, stop, rank, num_ranks)
+            head_up = _lines_of(_bits(b_up), column, stop, rank, num_ranks) if GATED else head
         wait_for_others(EARLY)
-        mask = (place < end)[:, None] & (column < stop)[None, :]
-        target = y + row * y_stride + column[None, :]
-        before = tl.load(target, mask=mask, other=0.0)
+        sums = _low_of(low, place, end, rank, num_ranks, num_places, part, PARTS, RANKS, SPLITS, SLABS).to(dtype)
         if GATED:
-            up = tl.load(target + second, mask=mask, other=0.0).to(tl.float32)
-        product = _part_of(
-            head, b, column, stop, low, place, end, num_ranks, num_places, part,
-            PARTS, RANKS, BLOCK, ROWS, COLUMNS, SPLITS,
-        )  # fmt: skip
-        sums = (before.to(tl.float32) + product).to(before.dtype)
-        if GATED:  # rounded where the separate functions round
-            up += _part_of(
-                head_up, b_up, column, stop, low, place, end, num_ranks, num_places, 1,
-                PARTS, RANKS, BLOCK, ROWS, COLUMNS, SPLITS,
-            )  # fmt: skip
-            gate = sums.to(tl.float32)
-            gated = (gate / (1.0 + tl.exp(-gate))).to(before.dtype).to(tl.float32)
-            gated *= up.to(before.dtype).to(tl.float32)
-            tl.store(out + row * second + column[None, :], gated.to(before.dtype), mask=mask)
-        else:
-            tl.store(target, sums, mask=mask)
+            sums_up = _low_of(low, place, end, rank, num_ranks, num_places, 1, PARTS, RANKS, SPLITS, SLABS).to(dtype)
+        for step in tl.range(0, BLOCKS, num_stages=3):
+            column = begin + step * COLUMNS + tl.arange(0, COLUMNS)
+            mask = (place < end)[:, None] & (column < stop)[None, :]
+            target = y + row * y_stride + column[None, :]
+            before = tl.load(target, mask=mask, other=0.0)
+            if BLOCKS == 1:
+                lines = head.to(dtype, bitcast=True)
+            else:
+                lines = _lines_of(b, column, stop, rank, num_ranks)
+            total = before.to(tl.float32) + tl.dot(sums, tl.trans(lines), input_precision="ieee")
+            if GATED:  # rounded where the separate functions round
+                up = tl.load(target + second, mask=mask, other=0.0).to(tl.float32)
+                if BLOCKS == 1:
+                    lines = head_up.to(dtype, bitcast=True)
+                else:
+                    lines = _lines_of(b_up, column, stop, rank, num_ranks)
+                up += tl.dot(sums_up, tl.trans(lines), input_precision="ieee")
+                gate = total.to(before.dtype).to(tl.float32)
+                gated = (gate / (1.0 + tl.exp(-gate))).to(before.dtype).to(tl.float32)
+                gated *= up.to(before.dtype).to(tl.float32)
+                tl.store(out + row * second + column[None, :], gated.to(before.dtype), mask=mask)
+            else:
+                tl.store(target, total.to(before.dtype), mask=mask)
     elif tile == 0:
         wait_for_others(EARLY)
 
@@ -200,15 +191,14 @@ def shrink(
     squares, eps = (x.squares, x.eps) if isinstance(x, HalfNormed) else (matrices.ranks, 0.0)
     is_half, x = isinstance(x, HalfNormed), x.x if isinstance(x, HalfNormed) else x
     tiling, num_inputs, parts = tiling or lora_tiling(len(x)), matrices.num_inputs, matrices.num_parts
-    span = tiling.span * cdiv(num_inputs, MOST_SPLITS * max(tiling.span, 1))
-    span = span or cdiv(num_inputs, tiling.splits * tiling.step) * tiling.step
+    span = cdiv(num_inputs, tiling.splits * tiling.step) * tiling.step
     splits, num_lines = cdiv(num_inputs, span), parts * matrices.max_rank
     block, early = min(tiling.lines, next_power_of_2(num_lines)), _starts_early(x)
     low = torch.empty(splits, len(rows.order), num_lines, dtype=torch.float32, device=x.device)
     _shrink[len(rows.tiles), splits, cdiv(num_lines, block)](
         x, x.stride(0), squares, len(squares), len(x), eps, *_arguments(low, matrices, rows), is_half, num_inputs,
-        parts, matrices.max_rank, block, rows.most, tiling.step if tiling.span else 0, tiling.step, span,
-        tiling.shrink_stages, early, num_warps=tiling.shrink_warps, **early_options(early),
+        parts, matrices.max_rank, block, rows.most, tiling.step if tiling.stages == 1 else 0, tiling.step, span,
+        tiling.stages, early, num_warps=4, **early_options(early),
     )  # fmt: skip
     return low
 
@@ -223,14 +213,15 @@ def expand(
 ) -> torch.Tensor:
     """See `lora.expand`."""
     tiling, bounds, early = tiling or lora_tiling(len(y)), matrices.bounds, _starts_early(y)
-    out, block = y.new_empty(len(y), bounds[1]) if is_gated else y, min(64, next_power_of_2(matrices.max_rank))
-    columns = min(tiling.columns, tiling.elements // (block * (1 + is_gated)))
+    out, block = y.new_empty(len(y), bounds[1]) if is_gated else y, next_power_of_2(matrices.max_rank)
+    columns = max(16, min(COLUMNS, ELEMENTS // (max(block, rows.most) * (1 + is_gated))))
     second, third = (*bounds[1:], bounds[-1], bounds[-1])[:2]
-    blocks = [cdiv(end - start, columns) for start, end in pairwise(bounds[:2] if is_gated else bounds)]
-    _expand[len(rows.tiles), sum(blocks)](
-        y, y.stride(0), out, *_arguments(low, matrices, rows), second, third, bounds[-1], blocks[0], sum(blocks[:2]),
-        matrices.num_inputs, matrices.num_parts, matrices.max_rank, block, rows.most, columns, len(low), is_gated,
-        early, num_warps=tiling.expand_warps, **early_options(early),
+    parts = pairwise(bounds[:2] if is_gated else bounds)
+    programs = [cdiv(end - start, columns * tiling.blocks) for start, end in parts]
+    _expand[len(rows.tiles), sum(programs)](
+        y, y.stride(0), out, *_arguments(low, matrices, rows), second, third, bounds[-1], programs[0],
+        sum(programs[:2]), matrices.num_inputs, matrices.num_parts, matrices.max_rank, block, rows.most, columns,
+        tiling.blocks, len(low), next_power_of_2(len(low)), is_gated, early, num_warps=4, **early_options(early),
     )  # fmt: skip
     return out
 

@@ -97,7 +97,7 @@ class AdapterStore:
         except Exception as error:  # no memory, for instance: the engine goes on without this adapter
             told(f"{path} cannot be read: {error!r}", 0)
         else:
-            told("", adapter.nbytes)
+            told("", adapter.numbers.nbytes)
 
     @torch.inference_mode()
     def _read(self, digest: str, path: str) -> AdapterPages:

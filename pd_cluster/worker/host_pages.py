@@ -39,10 +39,6 @@ class AdapterPages:
         self._device, self._pinned = device, list[int]()
         self._copied: torch.cuda.Event | None = None
 
-    @property
-    def nbytes(self) -> int:
-        return self.numbers.nbytes
-
     def pieces(self) -> Iterator[torch.Tensor]:
         """All numbers, in order."""
         step = PIECE_BYTES // self.numbers.itemsize
