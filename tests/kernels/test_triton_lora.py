@@ -79,14 +79,14 @@ def test_gates_are_applied_to_all_rows(most: int, ranks: list[int], num_rows: in
     assert torch.allclose(found, silu_and_mul(sums), rtol=2**-7 if GPU else 1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(("most", "length"), [(16, 200), (64, 200), (64, 1100)])
-def test_rows_that_few_programs_share(most: int, length: int) -> None:
+@pytest.mark.parametrize(("num_rows", "most", "length"), [(40, 16, 200), (40, 64, 200), (40, 64, 1100), (3, 16, 4200)])
+def test_rows_that_few_programs_share(num_rows: int, most: int, length: int) -> None:
     """Of steps in which shrinks run beside products, and of several spans of the inputs."""
     parts = SHAPES["qkv"][1]
     own, generator = matrices(length, parts, [16, most, 16], most), torch.Generator().manual_seed(2)
-    slots = torch.randint(-1, 3, (40,), generator=generator).tolist()
-    x = torch.randn(40, length, generator=generator).to(DEVICE, DTYPE)
-    found, expected, rows = *torch.zeros(2, 40, sum(parts), dtype=DTYPE, device=DEVICE), rows_of(slots, 3)
+    slots = torch.randint(-1, 3, (num_rows,), generator=generator).tolist()
+    x = torch.randn(num_rows, length, generator=generator).to(DEVICE, DTYPE)
+    found, expected, rows = *torch.zeros(2, num_rows, sum(parts), dtype=DTYPE, device=DEVICE), rows_of(slots, 3)
     triton_lora.expand(triton_lora.shrink(x, own, rows), found, own, rows)
     lora.expand(lora.shrink(x, own, rows), expected, own, rows)
     assert (found - expected).float().norm() <= (2e-2 if GPU else 1e-5) * expected.float().norm()
