@@ -120,16 +120,16 @@ def measure(
     name: str, rank: int, count: int, adapters: int, tiling: LoraTiling | None, what: str, most: int = 0
 ) -> str:
     """`what`: s, e, g or several of these: which kernels are timed."""
-    tiling = tiling or triton_lora.lora_tiling(count)
+    vars(triton_lora)["lora_tiling"] = (lambda _: tiling) if tiling else default_tiling
     inputs, bounds = PRODUCTS[name]
     layers, rows = matrices_of(name, rank, layers_for(count)), rows_of(count, adapters, most)
     x = torch.randn(count, inputs, dtype=torch.bfloat16, device="cuda")
     y = torch.randn(count, bounds[-1], dtype=torch.bfloat16, device="cuda") / 16  # as large as what is added
     try:
-        low, before, gated = triton_lora.shrink(x, layers[0], rows, tiling), y.clone(), ""
+        low, before, gated = triton_lora.shrink(x, layers[0], rows), y.clone(), ""
         if name == "gate_up" and "g" in what:
-            out = triton_lora.expand(low, y, layers[0], rows, True, tiling)
-        triton_lora.expand(low, y, layers[0], rows, False, tiling)
+            out = triton_lora.expand(low, y, layers[0], rows, True)
+        triton_lora.expand(low, y, layers[0], rows, False)
         if name == "gate_up" and "g" in what:
             gates = torch.nn.functional.silu(y[:, :FF]) * y[:, FF:]
             gated = f", gated off by {float((out - gates).float().norm() / gates.float().norm()):.0e}"
@@ -139,13 +139,13 @@ def measure(
             return ""
         limits, found = bounds_us(name, rank, count, adapters), []
         if "s" in what:
-            us = timed([partial(triton_lora.shrink, x, own, rows, tiling) for own in layers])
+            us = timed([partial(triton_lora.shrink, x, own, rows) for own in layers])
             found.append(f"shrink {us:6.1f}/{limits[0]:.1f}")
         if "e" in what:
-            us = timed([partial(triton_lora.expand, low, y, own, rows, False, tiling) for own in layers])
+            us = timed([partial(triton_lora.expand, low, y, own, rows, False) for own in layers])
             found.append(f"expand {us:6.1f}/{limits[1]:.1f}")
         if "g" in what and name == "gate_up":
-            us = timed([partial(triton_lora.expand, low, y, own, rows, True, tiling) for own in layers])
+            us = timed([partial(triton_lora.expand, low, y, own, rows, True) for own in layers])
             found.append(f"gated {us:6.1f}/{limits[2]:.1f}")
         return f"{', '.join(found)}; off by {error:.0e}{gated}"
     except Exception as failure:  # a tiling that does not fit

@@ -162,17 +162,13 @@ def _expand(
             mask = (place < end)[:, None] & (column < stop)[None, :]
             target = y + row * y_stride + column[None, :]
             before = tl.load(target, mask=mask, other=0.0)
-            if BLOCKS == 1:
-                lines = head.to(dtype, bitcast=True)
-            else:
-                lines = _lines_of(b, column, stop, rank, num_ranks)
+            lines = head.to(dtype, bitcast=True) if BLOCKS == 1 else _lines_of(b, column, stop, rank, num_ranks)
             total = before.to(tl.float32) + tl.dot(sums, tl.trans(lines), input_precision="ieee")
             if GATED:  # rounded where the separate functions round
                 up = tl.load(target + second, mask=mask, other=0.0).to(tl.float32)
-                if BLOCKS == 1:
-                    lines = head_up.to(dtype, bitcast=True)
-                else:
-                    lines = _lines_of(b_up, column, stop, rank, num_ranks)
+                lines = (
+                    head_up.to(dtype, bitcast=True) if BLOCKS == 1 else _lines_of(b_up, column, stop, rank, num_ranks)
+                )
                 up += tl.dot(sums_up, tl.trans(lines), input_precision="ieee")
                 gate = total.to(before.dtype).to(tl.float32)
                 gated = (gate / (1.0 + tl.exp(-gate))).to(before.dtype).to(tl.float32)
@@ -184,13 +180,11 @@ def _expand(
         wait_for_others(EARLY)
 
 
-def shrink(
-    x: torch.Tensor | HalfNormed, matrices: AdapterMatrices, rows: AdapterRows, tiling: LoraTiling | None = None
-) -> torch.Tensor:
+def shrink(x: torch.Tensor | HalfNormed, matrices: AdapterMatrices, rows: AdapterRows) -> torch.Tensor:
     """See `lora.shrink`. -> float32 [splits, places, parts * ranks of a slot]."""
     squares, eps = (x.squares, x.eps) if isinstance(x, HalfNormed) else (matrices.ranks, 0.0)
     is_half, x = isinstance(x, HalfNormed), x.x if isinstance(x, HalfNormed) else x
-    tiling, num_inputs, parts = tiling or lora_tiling(len(x)), matrices.num_inputs, matrices.num_parts
+    tiling, num_inputs, parts = lora_tiling(len(x)), matrices.num_inputs, matrices.num_parts
     span = cdiv(num_inputs, tiling.splits * tiling.step) * tiling.step
     splits, num_lines = cdiv(num_inputs, span), parts * matrices.max_rank
     block, early = min(tiling.lines, next_power_of_2(num_lines)), _starts_early(x)
@@ -204,15 +198,10 @@ def shrink(
 
 
 def expand(
-    low: torch.Tensor,
-    y: torch.Tensor,
-    matrices: AdapterMatrices,
-    rows: AdapterRows,
-    is_gated: bool = False,
-    tiling: LoraTiling | None = None,
+    low: torch.Tensor, y: torch.Tensor, matrices: AdapterMatrices, rows: AdapterRows, is_gated: bool = False
 ) -> torch.Tensor:
     """See `lora.expand`."""
-    tiling, bounds, early = tiling or lora_tiling(len(y)), matrices.bounds, _starts_early(y)
+    tiling, bounds, early = lora_tiling(len(y)), matrices.bounds, _starts_early(y)
     out, block = y.new_empty(len(y), bounds[1]) if is_gated else y, next_power_of_2(matrices.max_rank)
     columns = max(16, min(COLUMNS, ELEMENTS // (max(block, rows.most) * (1 + is_gated))))
     second, third = (*bounds[1:], bounds[-1], bounds[-1])[:2]
