@@ -7,13 +7,14 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from pd_cluster.errors import AdapterAbsent
-from pd_cluster.protocol.messages import AdapterLoaded, AdapterUnloaded, AddRequest, LoadAdapter, UnloadAdapter
+from pd_cluster.protocol.orders import AdapterLoaded, AdapterUnloaded, LoadAdapter, UnloadAdapter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from pd_cluster.config import LoraConfig
     from pd_cluster.engine.mailbox import Mailbox
+    from pd_cluster.protocol.messages import AddRequest
     from pd_cluster.scheduling.adapter_places import AdapterPlaces
     from pd_cluster.worker.executor import Executor
 

@@ -36,20 +36,15 @@ from pd_cluster.protocol.messages import (
     HEARTBEAT_S,
     Abort,
     AddRequest,
-    LoadAdapter,
     PrefillLocally,
     ReleaseLease,
     ReportNews,
-    ResetCache,
-    SetRole,
     SilenceAllowed,
-    StartProfile,
-    StopProfile,
     ToEngine,
-    UnloadAdapter,
     UseTicket,
     Work,
 )
+from pd_cluster.protocol.orders import LoadAdapter, ResetCache, SetRole, StartProfile, StopProfile, UnloadAdapter
 from pd_cluster.scheduling.adapter_places import AdapterPlaces
 from pd_cluster.scheduling.block_manager import BlockManager
 from pd_cluster.scheduling.queue_order import Fifo, Shortest

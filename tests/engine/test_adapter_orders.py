@@ -14,18 +14,8 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from pd_cluster.config import LoraConfig
-from pd_cluster.protocol.messages import (
-    Abort,
-    AdapterLoaded,
-    AdapterUnloaded,
-    AddRequest,
-    FromEngine,
-    LoadAdapter,
-    RequestFailed,
-    TicketOpened,
-    UnloadAdapter,
-    Work,
-)
+from pd_cluster.protocol.messages import Abort, AddRequest, FromEngine, RequestFailed, TicketOpened, Work
+from pd_cluster.protocol.orders import AdapterLoaded, AdapterUnloaded, LoadAdapter, UnloadAdapter
 from pd_cluster.worker.adapter_store import AdapterStore
 from pd_cluster.worker.device_executor import DeviceExecutor
 from pd_connectors.protocol.cache_space import cache_space

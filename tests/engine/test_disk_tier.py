@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pd_cluster.protocol.messages import Abort, AddRequest, ResetCache
+from pd_cluster.protocol.messages import Abort, AddRequest
+from pd_cluster.protocol.orders import ResetCache
 from pd_cluster.protocol.sampling_params import SamplingParams
 from pd_cluster.worker.disk_cache import disk_cache
 from pd_cluster.worker.disk_cache.cache_folder import CacheFolder

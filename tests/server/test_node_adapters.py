@@ -13,7 +13,7 @@ import pytest
 from pd_cluster.adapters.adapter_directory import directory_below, named_directories
 from pd_cluster.config import LoraConfig
 from pd_cluster.errors import BadAdapter, StartupError
-from pd_cluster.protocol.messages import AdapterLoaded, LoadAdapter, UnloadAdapter
+from pd_cluster.protocol.orders import AdapterLoaded, LoadAdapter, UnloadAdapter
 from pd_cluster.server.node import adapter_metrics, node_adapters
 from pd_connectors.protocol import adapters
 from pd_connectors.protocol.adapters import IN_HOST, AdapterRecord

@@ -21,7 +21,7 @@ import msgspec
 from pd_cluster.adapters.adapter_bytes import read_adapter
 from pd_cluster.adapters.adapter_directory import directory_below
 from pd_cluster.errors import AdapterConflict, BadAdapter, StartupError
-from pd_cluster.protocol.messages import AdapterLoaded, AdapterUnloaded, LoadAdapter, UnloadAdapter
+from pd_cluster.protocol.orders import AdapterLoaded, AdapterUnloaded, LoadAdapter, UnloadAdapter
 from pd_connectors.protocol.adapters import (
     IN_HOST,
     MAX_PATH_CHARS,
