@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from pd_cluster.bench.workload import Arrival
     from pd_cluster.planning.device import Device
     from pd_cluster.planning.role_counts import RoleCounts
-    from pd_router.nodes.node_table import Node
+    from pd_router.nodes.node import Node
 
 WARM = 0.2  # of the time of arrivals, in which an empty cluster fills
 RETRY_S = 0.005  # until a decode node asks for memory again

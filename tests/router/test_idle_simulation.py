@@ -19,13 +19,14 @@ from pd_cluster.planning.device import Device
 from pd_cluster.planning.role_counts import RoleCounts
 from pd_cluster.planning.simulated_cluster import RoleDevices, Served, SimulatedCluster
 from pd_cluster.planning.simulated_node import SimulatedNode
-from pd_router.nodes.node_table import Node, NodeTable
+from pd_router.nodes.node_table import NodeTable
 from pd_router.nodes.trial import MOST, SAVED
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pd_cluster.scheduling.step_model import StepWork
+    from pd_router.nodes.node import Node
 
 LENGTHS = (400, 1500)  # prompt tokens
 NUM_OUTPUT = 8

@@ -20,7 +20,7 @@ from pd_http.errors import AdapterConflict, InvalidRequest, ModelNotFound
 from pd_http.names import MAX_NAME_CHARS, is_name
 from pd_http.reply import json_response
 from pd_router.errors import NodeFailed, NoNode, WorkerLate
-from pd_router.nodes.node_table import Role
+from pd_router.nodes.node import Role
 from pd_router.watch.adapter_keeper import AdapterRefused
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from pd_router.edge.cluster_orders import ClusterOrders
     from pd_router.edge.workers import Workers
-    from pd_router.nodes.node_table import Node
+    from pd_router.nodes.node import Node
     from pd_router.requests.services import Services
     from pd_router.watch.adapter_keeper import AdapterKeeper, Step
 

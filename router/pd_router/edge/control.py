@@ -21,7 +21,7 @@ from pd_router.calls import headers as rules
 from pd_router.calls.body import RequestBody
 from pd_router.calls.reply import RouterReply
 from pd_router.errors import NodeFailed, NoNode
-from pd_router.nodes.node_table import DECODERS, Node, Role
+from pd_router.nodes.node import DECODERS, Node, Role
 from pd_router.nodes.upstream import Answer, LegFailed, Refused
 from pd_router.requests.liveness_guard import LivenessGuard
 

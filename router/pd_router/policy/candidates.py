@@ -8,12 +8,13 @@ import msgspec
 
 from pd_router.config import D_FIRST, DIRECT, P_FIRST, PROMPT, HandoffOrder
 from pd_router.errors import NoNode
-from pd_router.nodes.node_table import READERS, Node, NodeTable, Role, healthy
+from pd_router.nodes.node import READERS, Node, Role, healthy
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
     from pd_router.config import RouterConfig
+    from pd_router.nodes.node_table import NodeTable
     from pd_router.policy.prompt_facts import PromptFacts
 
 DEFAULT, NO_PREFILL_NODE, NO_DECODE_NODE = "default", "no-prefill-node", "no-decode-node"

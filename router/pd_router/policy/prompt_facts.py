@@ -11,7 +11,7 @@ import msgspec
 from pd_router.nodes.adapter_table import load_s
 from pd_router.nodes.answer_lengths import USUAL_OUTPUT
 from pd_router.nodes.ledger import NodeWork
-from pd_router.nodes.node_table import Node
+from pd_router.nodes.node import Node
 
 if TYPE_CHECKING:
     from pd_router.calls.body import RequestBody

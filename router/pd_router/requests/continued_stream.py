@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from pd_http.frames import Continuation
     from pd_router.calls.body import RequestBody
     from pd_router.calls.headers import Headers
-    from pd_router.nodes.node_table import Node
+    from pd_router.nodes.node import Node
     from pd_router.requests.continued_route import ContinuedRoute
     from pd_router.requests.node_deaths import NodeDeaths
     from pd_router.requests.services import Services

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from pd_router.calls.body import RequestBody
     from pd_router.calls.reply import CallReply
-    from pd_router.nodes.node_table import Node, Role
+    from pd_router.nodes.node import Node, Role
     from pd_router.policy.route import Route
     from pd_router.records.call_record import CallRecord
     from pd_router.requests.services import Services

@@ -21,7 +21,8 @@ from pd_router.nodes.upstream import LegFailed, Refused
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from pd_router.nodes.node_table import Node, NodeTable
+    from pd_router.nodes.node import Node
+    from pd_router.nodes.node_table import NodeTable
     from pd_router.nodes.upstream import Upstream
 
 log = logging.getLogger("pd_router")
