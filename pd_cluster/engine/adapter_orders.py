@@ -77,7 +77,7 @@ class AdapterOrders:
         for digest in [digest for digest in self._leaving if not places.num_live[digest]]:
             self._leaving.discard(digest)
             places.forget(digest)
-            self._executor.drop_adapter(digest)
+            self._executor.adapters.drop(digest)
             del self._paths[digest], self._num_bytes[digest]
             self._mailbox.send(AdapterUnloaded(digest))
 
@@ -100,7 +100,7 @@ class AdapterOrders:
             self._told.append((digest, error, num_bytes))
             self._mailbox.wake()
 
-        self._executor.read_adapter(digest, self._paths[digest], done)
+        self._executor.adapters.read(digest, self._paths[digest], done)
 
     def _take_read(self, digest: str, error: str, num_bytes: int) -> None:
         """All ranks have read an adapter, of so many bytes on one, or some could not."""
@@ -111,7 +111,7 @@ class AdapterOrders:
         if not error and num_bytes > self._most:
             error = f"it has {num_bytes} bytes, and --lora-host-gb allows {self._most}"
         if error:
-            self._executor.drop_adapter(digest)
+            self._executor.adapters.drop(digest)
             if is_known:
                 logger.warning("an adapter cannot be read again: %s", error)
                 self._fail(digest, AdapterAbsent("this node could not read the adapter's files again"))
@@ -123,11 +123,11 @@ class AdapterOrders:
         for other in places.droppable:
             if self._num_held() <= self._room(digest):
                 break
-            self._executor.drop_adapter(other)
+            self._executor.adapters.drop(other)
             places.in_host[other] = False
         places.in_host[digest] = self._num_held() <= self._room(digest)
         if not places.in_host[digest]:
-            self._executor.drop_adapter(digest)
+            self._executor.adapters.drop(digest)
         if not is_known:
             self._mailbox.send(AdapterLoaded(digest))
 
