@@ -245,8 +245,9 @@ class EngineCore:
         scheduler = self._scheduler
         self._blocks.host.grow(self._executor.num_host_blocks)
         scheduler.sit_out(self._pipeline.absent)
-        if unready := scheduler.unready:
-            for seq_id in scheduler.note_ready(self._executor.ready(unready, self._mailbox.wake)):
+        if unready := scheduler.unready.wanted:
+            ready = self._executor.ready(unready, self._mailbox.wake)
+            for seq_id in scheduler.unready.note_ready(ready, self._clock()):
                 self._live.fail(seq_id, Overloaded(LATE_MASK))
         batch = scheduler.schedule()
         self._adapters.read_wanted()

@@ -137,7 +137,7 @@ def test_an_answer_ends_inside_a_run(roomy: Node, single: Answered) -> None:
             asked = msgspec.structs.replace(GREEDY, max_tokens=num_tokens)
             assert answer(roomy.bench(kind), asked, (), whole) == (whole[:num_tokens], FinishReason.LENGTH)
         bench = roomy.bench("right", "on")
-        bench.core._scheduler._max_model_len = len(PROMPTS[0]) + num_tokens
+        bench.core._scheduler._arrivals.max_model_len = len(PROMPTS[0]) + num_tokens
         assert answer(bench, GREEDY) == (whole[:num_tokens], FinishReason.LENGTH)
     del roomy.answers[0]
 

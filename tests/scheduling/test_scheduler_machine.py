@@ -207,8 +207,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     def accounts_balance(self) -> None:
         if hasattr(self, "world"):
             self.world.check()
-            sequences = self.world.scheduler._queues.sequences
-            assert all(sequences[one].status is not SequenceStatus.FINISHED for one in self.world.scheduler.unready)
+            sequences, unready = self.world.scheduler._queues.sequences, self.world.scheduler.unready.wanted
+            assert all(sequences[one].status is not SequenceStatus.FINISHED for one in unready)
 
     def teardown(self) -> None:
         if not hasattr(self, "world"):

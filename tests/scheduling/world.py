@@ -248,9 +248,9 @@ class World:
 
     def _ask_readiness(self) -> None:
         """As the core does. What misses its deadline ends."""
-        wanted = self.scheduler.unready
+        wanted = self.scheduler.unready.wanted
         self.unready = frozenset(filter(self.is_unready, wanted))
-        for seq_id in self.scheduler.note_ready(frozenset(wanted) - self.unready):
+        for seq_id in self.scheduler.unready.note_ready(frozenset(wanted) - self.unready, self.now_s):
             if (request := self.scheduler.request_of(seq_id)) is not None:
                 self.stop(request)
 
