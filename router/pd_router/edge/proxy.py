@@ -73,11 +73,7 @@ class Proxy:
                 if admitted.queued_s:
                     record.until(s.table.clock(), "admission")
                     route = self._choose(call.path, body, asked)
-            headers = rules.forwarded(call.headers, request_id)
-            headers[CLIENT_HEADER] = client_name(call.key_name, call.host)
-            if self._traces:
-                headers[TRACEPARENT] = record.trace.header
-            exchange = RoutedRequest(s, body, headers, route, reply, record)
+            exchange = RoutedRequest(s, body, self._headers(call, record), route, reply, record)
             await exchange.run()
         except ClientGone:
             outcome = "client_gone"
@@ -120,6 +116,14 @@ class Proxy:
         if not body.has_chain:
             s.metrics.unchained.inc()
         return body
+
+    def _headers(self, call: ClientCall, record: CallRecord) -> rules.Headers:
+        """Those that go to nodes."""
+        headers = rules.forwarded(call.headers, record.request_id)
+        headers[CLIENT_HEADER] = client_name(call.key_name, call.host)
+        if self._traces:
+            headers[TRACEPARENT] = record.trace.header
+        return headers
 
     def _note_end(self, record: CallRecord, exchange: RoutedRequest | None, outcome: str, status: int) -> None:
         """Count a request that has ended, and pass its record on. `exchange`: None if no node was asked."""

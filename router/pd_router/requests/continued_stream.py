@@ -77,7 +77,7 @@ class ContinuedStream:
         `leg` is closed before: a node that comes back must not write beside the next one. Raises NodesDied.
         """
         leg.close()
-        count = self._s.metrics.continuations.labels
+        count = self._s.metrics.legs.continuations.labels
         if not may_continue(self.record, leg.given_up):
             count("final" if self.record.head is not None else "no_frames").inc()
             self._note("stream", failure)

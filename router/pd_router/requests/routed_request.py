@@ -180,7 +180,7 @@ class RoutedRequest(NodeRequest):
             self._record.until(now_s, "ticket")
             s.metrics.ticket_s.observe(now_s - self._record.arrived_s)
             return leg, handoff
-        s.metrics.exhausted.labels("prefill").inc()
+        s.metrics.legs.exhausted.labels("prefill").inc()
         return None, None
 
     async def _open_decode(self, body: bytes) -> DecodeLeg | None:
