@@ -66,7 +66,7 @@ class HeldAdapters(Protocol):
     """The adapters in the host memory of all ranks."""
 
     def read(self, digest: str, path: str, done: Callable[[str, int], None]) -> None:
-        """Let each rank read an adapter from its files into host memory, on a thread. Only with --lora-slots.
+        """Let each rank read an adapter from its files into host memory, on a thread.
 
         `done` is called once for each rank, on any thread: with an error, or with "" and the bytes that the rank holds.
         After an error of one the others may have it: drop it.
@@ -90,8 +90,11 @@ class Executor(Closes, Protocol):
     slabs: KvSlabs  # the memory of the cache
     block_size: int  # tokens per block
     cache: CacheDescription  # of the cache in this process, which is rank 0's, for a connector
-    adapters: HeldAdapters
     host_gb_s: float  # of rank 0's link to host memory, each way, with no other rank copying; 0: not measured
+
+    @property
+    def adapters(self) -> HeldAdapters:
+        """Only with --lora-slots."""
 
     @property
     def num_host_blocks(self) -> int:
