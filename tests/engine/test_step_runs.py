@@ -97,7 +97,7 @@ def test_the_context_ends_inside_a_run(executor: DeviceExecutor, connector: Conn
         answers = []
         for longest in (1, LONGEST):
             bench = bench_of(executor, connector, longest)
-            bench.core._scheduler._max_model_len = most
+            bench.core._scheduler._arrivals.max_model_len = most
             answers.append(answer(bench, GREEDY))
         assert answers[0] == answers[1]
         assert (len(answers[1][0]), answers[1][1]) == (most - length, FinishReason.LENGTH)
