@@ -170,9 +170,7 @@ class EngineCore:
             eos_token_ids=model.eos_token_ids,
             retract=self._connector.retract,
             clock=self._clock,
-            speculation=make_speculation(
-                config, drafter, self._executor, self._step_model, lambda: self._pipeline.gap_s
-            ),
+            speculation=make_speculation(config, drafter, self._executor, self._step_model, lambda: self._pipeline),
             adapters=self._places,
         )
 
