@@ -75,39 +75,6 @@ def _products_kernel(
     tl.store(products + at, tl.trans(sums), mask=(row < num_tokens)[:, None] & known[None, :])
 
 
-@triton.jit
-def _add_up(at, inside, stride, zeros, SUMS: tl.constexpr, PIECES: tl.constexpr):
-    """The products at `at`, which further programs have left each `stride` later, added four at a time."""
-    total = zeros
-    for _ in tl.static_range(SUMS):
-        four = zeros
-        for _ in tl.static_range(PIECES):
-            four += tl.load(at, mask=inside, other=0.0)
-            at += stride
-        total += four
-    return total
-
-
-@triton.jit
-def _best(
-    rank, score, expert, place, num_experts,
-    NUM_CHOSEN: tl.constexpr, CHOSEN: tl.constexpr, ROWS: tl.constexpr, BIAS: tl.constexpr,
-):  # fmt: skip
-    """The scores [ROWS, CHOSEN] of the experts that rank first, and these experts."""
-    kept = tl.zeros([ROWS, CHOSEN], tl.float32)
-    experts = tl.zeros([ROWS, CHOSEN], tl.int32)
-    for index in tl.static_range(NUM_CHOSEN):
-        value, best = tl.max(rank, 1, return_indices=True)  # the lowest of equal ones; NaN: any
-        best = tl.minimum(best, num_experts - 1)[:, None]
-        is_best = expert[None, :] == best
-        if BIAS == _SCORES:
-            value = tl.sum(tl.where(is_best, score, 0.0), 1)
-        kept = tl.where(place == index, value[:, None], kept)
-        experts = tl.where(place == index, best, experts)
-        rank = tl.where(is_best, -float("inf"), rank)
-    return kept, experts
-
-
 @triton.jit(do_not_specialize=["num_tokens", "num_squares"])
 def _choose_kernel(
     products, bias, squares, scores, chosen, num_tokens, num_inputs, num_experts, width, num_squares, eps, factor,
@@ -127,11 +94,22 @@ def _choose_kernel(
     if BIAS != _NOTHING:
         biases = tl.load(bias + expert, mask=expert < num_experts, other=0.0)[None, :]
     wait_for_others(EARLY)
-    stride = num_tokens.to(tl.int64) * width
-    product = _add_up(at, inside, stride, tl.zeros([ROWS, EXPERTS], tl.float32), SUMS, PIECES)
+    product = tl.zeros([ROWS, EXPERTS], tl.float32)
+    for _ in tl.static_range(SUMS):
+        four = tl.zeros([ROWS, EXPERTS], tl.float32)
+        for _ in tl.static_range(PIECES):
+            four += tl.load(at, mask=inside, other=0.0)
+            at += num_tokens.to(tl.int64) * width
+        product += four
     gate = tl.zeros([ROWS], tl.float32)
     if GATED:
-        gate = _add_up(row_at + num_experts, row < num_tokens, stride, gate, SUMS, PIECES)
+        at = row_at + num_experts
+        for _ in tl.static_range(SUMS):
+            of_four = tl.zeros([ROWS], tl.float32)
+            for _ in tl.static_range(PIECES):
+                of_four += tl.load(at, mask=row < num_tokens, other=0.0)
+                at += num_tokens.to(tl.int64) * width
+            gate += of_four
     if SQUARES > 0:
         pieces = pieces_of_squares(squares, num_squares, row, num_tokens, SQUARES)
         divisor = root_mean_square(pieces, num_inputs, eps)
@@ -146,7 +124,17 @@ def _choose_kernel(
         score = score / tl.sum(score, 1)[:, None]
     rank = tl.where(known, score + biases if BIAS == _SCORES else score, -float("inf"))
     place = tl.arange(0, CHOSEN)[None, :]
-    kept, experts = _best(rank, score, expert, place, num_experts, NUM_CHOSEN, CHOSEN, ROWS, BIAS)
+    kept = tl.zeros([ROWS, CHOSEN], tl.float32)
+    experts = tl.zeros([ROWS, CHOSEN], tl.int32)
+    for index in tl.static_range(NUM_CHOSEN):
+        value, best = tl.max(rank, 1, return_indices=True)  # the lowest of equal ones; NaN: any
+        best = tl.minimum(best, num_experts - 1)[:, None]
+        is_best = expert[None, :] == best
+        if BIAS == _SCORES:
+            value = tl.sum(tl.where(is_best, score, 0.0), 1)
+        kept = tl.where(place == index, value[:, None], kept)
+        experts = tl.where(place == index, best, experts)
+        rank = tl.where(is_best, -float("inf"), rank)
     if NORMALIZED:
         kept = kept / tl.maximum(tl.sum(kept, 1), TINY)[:, None]
     kept = kept * factor
