@@ -178,17 +178,30 @@ class ForkServer:
 
         Raises ForkServerDied; the next call starts another server.
         """
+        output, written = os.pipe()
+        try:
+            with open(os.devnull, "rb") as stdin, open(written, "wb") as stdout:
+                streams = stdin.fileno(), stdout.fileno(), stdout.fileno()
+                forked = self.fork(module, arguments, environment, cwd, streams)
+        except ForkServerDied:
+            os.close(output)
+            raise
+        forked.stdout = os.fdopen(output)
+        return forked
+
+    def fork(
+        self, module: str, arguments: Sequence[str], environment: Mapping[str, str], cwd: Path, streams: Sequence[int]
+    ) -> Forked:
+        """The same with these streams, from number 0 on."""
         order = json.dumps([module, [*arguments], dict(environment), str(cwd)]).encode()
         ours, theirs = socket.socketpair()
-        output, written = os.pipe()
-        with ours, open(os.devnull, "rb") as stdin:
-            with theirs, open(written, "wb") as stdout:
-                server = self.order(order, [one.fileno() for one in (stdin, stdout, stdout, theirs)])
+        with ours:
+            with theirs:
+                server = self.order(order, [*streams, theirs.fileno()])
             told, fds, _, _ = socket.recv_fds(ours, MAX_ANSWER_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
             if not told:
-                os.close(output)
                 raise ForkServerDied(self._bury(server))
-            return Forked(int(told), fds[0], ours.detach(), open(output), lambda: self._bury(server))
+            return Forked(int(told), fds[0], ours.detach(), lambda: self._bury(server))
 
     def order(self, order: bytes, fds: Sequence[int]) -> OwnServer | SharedServer:
         """Send an order and its descriptors: streams from number 0 on, then the socket for answers. The server."""
@@ -226,9 +239,11 @@ class Forked:
     Signals go by a pidfd, so that they reach no other process when the id is used again.
     """
 
-    def __init__(self, pid: int, pidfd: int, answers: int, stdout: TextIO, bury: Callable[[], str]) -> None:
+    stdin: IO[bytes]
+    stdout: TextIO
+
+    def __init__(self, pid: int, pidfd: int, answers: int, bury: Callable[[], str]) -> None:
         self.pid = pid
-        self.stdout = stdout
         self.returncode: int | None = None
         self._pidfd = pidfd
         self._answers = answers

@@ -22,7 +22,8 @@ from pd_connectors.protocol.cache_space import cache_space
 from tests.deadlines import HANG_S
 from tests.drafters import lookup_drafter
 from tests.engine.drafting_node import LOOKUP, Node, Told
-from tests.engine.test_core_pipeline import CONFIG, PROMPTS, SAMPLINGS, make_connector
+from tests.engine.test_core_pipeline import CONFIG, PROMPTS, make_connector
+from tests.engine.test_core_pipeline import SAMPLINGS as LONG_SAMPLINGS
 from tests.shallow_model import shallow_model
 from tests.worker.adapted import MadeAdapter, make_adapter, served_parts
 
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 
 LORA = LoraConfig(lora_slots=2, max_lora_rank=20)
 RANKS = (20, 4, 9)
+# Half of the tokens: 24 requests at once preempt each other all the same
+SAMPLINGS = [msgspec.structs.replace(one, max_tokens=-(-one.max_tokens // 2)) for one in LONG_SAMPLINGS]
 Ids = dict[tuple[str, int], list[int]]
 
 
