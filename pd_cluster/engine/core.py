@@ -129,11 +129,11 @@ class EngineCore:
             self._disk, keeps_states=self._blocks.states is not None,
             may_give_up=config.handoff.on_load_failure in ("any", "local"),
         )  # fmt: skip
-        self._adapters = AdapterOrders(config.lora, self._places, executor, mailbox, self._fail_all)
+        self._adapters = AdapterOrders(config.lora, self._places, executor, mailbox, self._fail_all, clock)
         self._pipeline = self._make_pipeline(config)
         self._news = NewsReport(
             self._scheduler, self._blocks, self._pipeline, self._step_model, self._room, self._step_budget,
-            mailbox, clock,
+            mailbox, clock, self._places,
         )  # fmt: skip
         self._requests: dict[str, Request] = {}
         self._stopping = False

@@ -9,6 +9,7 @@ it. Otherwise all hold it, prefill nodes first. A router that dies in between le
 from __future__ import annotations
 
 import asyncio
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -24,7 +25,7 @@ from pd_router.nodes.node_table import Role
 from pd_router.watch.adapter_keeper import AdapterRefused
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import AsyncIterator, Sequence
 
     from starlette.requests import Request
     from starlette.responses import Response
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from pd_router.watch.adapter_keeper import AdapterKeeper, Step
 
 MAX_BODY_BYTES = 1 << 16
+MAX_ORDERS = 64  # that wait for the one under way; each may take minutes
 ADAPTERS = "adapters"  # topic of `Workers.ask`: the stamp of each name
 WORKERS_DEADLINE_S = 5.0  # for the feeds of all workers to tell what this one has ordered
 LOOK_EVERY_S = 0.02
@@ -58,6 +60,7 @@ class ClusterAdapters:
         self._keeper = keeper
         self._workers = workers
         self._turn = asyncio.Lock()
+        self._num_orders = 0
 
     def stamps(self) -> dict[str, int]:
         """What this worker knows, for the others."""
@@ -67,7 +70,9 @@ class ClusterAdapters:
         """200 when every reachable node obeys that serves adapters. Raises PdError."""
         is_load = request.url.path == LOAD_PATH
         asked, in_place = await self._asked(request, "load_adapter" if is_load else "unload_adapter")
-        async with self._turn:
+        if self._num_orders > MAX_ORDERS:
+            raise AdapterConflict(f"{MAX_ORDERS} orders about adapters wait already; try again later", status=503)
+        async with self._next():
             self._check(asked, is_load=is_load, in_place=in_place)
             nodes = [node for node in self._s.table.nodes if node.reachable and node.lora_slots]
             if not nodes and any(node.reachable for node in self._s.table.nodes):
@@ -81,6 +86,16 @@ class ClusterAdapters:
         others = {node.node_id: "serves no adapters, or is not reachable" for node in self._s.table.nodes}
         told = others | {node.node_id: record.digest or "unloaded" for node in nodes}
         return json_response({"success": True, "name": record.name, "digest": record.digest, "nodes": told})
+
+    @asynccontextmanager
+    async def _next(self) -> AsyncIterator[None]:
+        """The turn of one order."""
+        self._num_orders += 1
+        try:
+            async with self._turn:
+                yield
+        finally:
+            self._num_orders -= 1
 
     async def _asked(self, request: Request, action: str) -> tuple[AdapterRecord, bool]:
         """What the order asks for, and whether in place of another. What is signed counts; the body may repeat it."""

@@ -84,6 +84,7 @@ class Node:
     models: frozenset[str] | None = None  # with adapters. None: not known, so requests for any model may go there
     base_models: frozenset[str] | None = None  # without adapters
     adapters: dict[str, AdapterState] | None = None  # by name, as its feed tells; None: it tells none
+    adapter_errors: dict[str, str] = field(default_factory=dict)  # why it lacks an adapter of the others, by name
     lora_slots: int = 0  # 0: it serves no adapters, or is of an older release
     max_model_len: int | None = None  # in tokens; None: /health does not name it
     num_slots: int | None = None  # sequences that run at once; None: /health does not name it
@@ -294,11 +295,22 @@ class NodeTable:
         now_s = self.clock()
         wanted = tuple(roles)
         is_adapter = self.adapters.find(model) is not None  # a node that names no models has none
-        return [
+        found = [
             n
             for n in self.nodes
             if n.role in wanted and n.is_healthy(now_s) and n.serves(model) and not (is_adapter and n.models is None)
         ]
+        return self.current(found, model)
+
+    def current(self, nodes: list[Node], model: str | None) -> list[Node]:
+        """Those where the name of an adapter means what it last came to mean; all, while no node has that yet.
+
+        A node that stood still during an order has the adapter of before until it is told.
+        """
+        if (record := self.adapters.find(model)) is None:
+            return nodes
+        states = {node: (node.adapters or {}).get(record.name) for node in nodes}
+        return [node for node, one in states.items() if one is None or one.record.stamp >= record.stamp] or nodes
 
     def answering(self, model: str | None, among: Callable[[list[Node]], list[Node]] = list) -> list[Node]:
         """The healthy nodes that may generate: those that decode, and where there is none, the prefill nodes that can.
@@ -403,6 +415,7 @@ class NodeTable:
                 name: {"digest": one.record.digest, "level": LEVELS[min(one.tier, ON_FILE)]}
                 for name, one in (node.adapters or {}).items() if one.record.is_live
             },
+            "adapter_errors": node.adapter_errors,
         }  # fmt: skip
 
     def _describe_load(self, node: Node) -> dict[str, object]:

@@ -102,7 +102,7 @@ def _sides(table: NodeTable, model: str | None) -> tuple[list[Node], list[Node]]
     for node in healthy(table.nodes, table.clock()):
         if model is None or (may_be_any if node.models is None else model in node.models):  # `serves`, written out
             sides[node.role is not reads].append(node)
-    return sides
+    return sides if may_be_any else (table.current(sides[0], model), table.current(sides[1], model))
 
 
 def _pairings(prefills: tuple[Node, ...], decodes: tuple[Node, ...]) -> tuple[Pairing, ...]:
