@@ -10,6 +10,7 @@ import pytest
 
 from pd_connectors.protocol import adapters
 from pd_connectors.protocol.adapters import IN_HOST, ON_DEVICE, ON_FILE, AdapterRecord, AdapterState
+from pd_connectors.protocol.feed import NodeLoad
 from pd_router.edge import cluster_adapters
 from pd_router.nodes.adapter_table import LOAD_S, AdapterTable, load_s
 from pd_router.watch import adapter_keeper
@@ -109,4 +110,4 @@ def test_a_name_that_was_forgotten_as_unloaded_does_not_come_back(monkeypatch: p
 def test_seconds_to_load_are_those_that_the_node_has_measured() -> None:
     states = [AdapterState(AdapterRecord("a", "a", ONE, 5), tier) for tier in (ON_DEVICE, IN_HOST, ON_FILE, 7)]
     assert [load_s(one) for one in states] == [*LOAD_S, LOAD_S[-1]]
-    assert [load_s(one, 2.0) for one in states[:3]] == [0.0, LOAD_S[1], LOAD_S[1] + 2.0]
+    assert [load_s(one, NodeLoad(adapter_s=2.0)) for one in states[:3]] == [0.0, LOAD_S[1], LOAD_S[1] + 2.0]

@@ -32,7 +32,6 @@ class AdapterCollector(Collector):
             loaded.add_metric([state.record.name, LEVELS[state.tier]], 1)
         info = GaugeMetricFamily("pd_lora_requests_info", "Unix time; labels name adapters.", None, REQUESTS_LABELS)
         used, on_device = self._adapters.in_use, {one.record.name for one in states if one.tier == ON_DEVICE}
-        parts = ([name for name in used if (name in on_device) is is_on] for is_on in (True, False))
-        names = [",".join(part[:MAX_LABELS]) for part in parts]
-        info.add_metric([*names, str(self._adapters.num_slots)], time.time())
+        parts = ([name for name in used if (name in on_device) is is_on][:MAX_LABELS] for is_on in (True, False))
+        info.add_metric([*map(",".join, parts), str(self._adapters.num_slots)], time.time())
         yield from (loaded, info)

@@ -9,7 +9,6 @@ it. Otherwise all hold it, prefill nodes first. A router that dies in between le
 from __future__ import annotations
 
 import asyncio
-from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -25,7 +24,7 @@ from pd_router.nodes.node_table import Role
 from pd_router.watch.adapter_keeper import AdapterRefused
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
+    from collections.abc import Sequence
 
     from starlette.requests import Request
     from starlette.responses import Response
@@ -72,30 +71,27 @@ class ClusterAdapters:
         asked, in_place = await self._asked(request, "load_adapter" if is_load else "unload_adapter")
         if self._num_orders > MAX_ORDERS:
             raise AdapterConflict(f"{MAX_ORDERS} orders about adapters wait already; try again later", status=503)
-        async with self._next():
-            self._check(asked, is_load=is_load, in_place=in_place)
-            nodes = [node for node in self._s.table.nodes if node.reachable and node.lora_slots]
-            if not nodes and any(node.reachable for node in self._s.table.nodes):
-                raise InvalidRequest("no node serves adapters: start nodes with --lora-dir or --lora-slots")
-            if not nodes:
-                raise NoNode("no node is reachable; try again later")
-            asked = msgspec.structs.replace(asked, stamp=self._s.table.adapters.next_stamp(self._s.wall_clock()))
-            record = await self._prepared(nodes, asked) if is_load else asked
-            await self._hold(nodes, record)
-            await self._tell_workers(record)
-        others = {node.node_id: "serves no adapters, or is not reachable" for node in self._s.table.nodes}
-        told = others | {node.node_id: record.digest or "unloaded" for node in nodes}
-        return json_response({"success": True, "name": record.name, "digest": record.digest, "nodes": told})
-
-    @asynccontextmanager
-    async def _next(self) -> AsyncIterator[None]:
-        """The turn of one order."""
         self._num_orders += 1
         try:
             async with self._turn:
-                yield
+                return await self._given(asked, is_load=is_load, in_place=in_place)
         finally:
             self._num_orders -= 1
+
+    async def _given(self, asked: AdapterRecord, *, is_load: bool, in_place: bool) -> Response:
+        self._check(asked, is_load=is_load, in_place=in_place)
+        nodes = [node for node in self._s.table.nodes if node.reachable and node.lora_slots]
+        if not nodes and any(node.reachable for node in self._s.table.nodes):
+            raise InvalidRequest("no node serves adapters: start nodes with --lora-dir or --lora-slots")
+        if not nodes:
+            raise NoNode("no node is reachable; try again later")
+        asked = msgspec.structs.replace(asked, stamp=self._s.table.adapters.next_stamp(self._s.wall_clock()))
+        record = await self._prepared(nodes, asked) if is_load else asked
+        await self._hold(nodes, record)
+        await self._tell_workers(record)
+        others = {node.node_id: "serves no adapters, or is not reachable" for node in self._s.table.nodes}
+        told = others | {node.node_id: record.digest or "unloaded" for node in nodes}
+        return json_response({"success": True, "name": record.name, "digest": record.digest, "nodes": told})
 
     async def _asked(self, request: Request, action: str) -> tuple[AdapterRecord, bool]:
         """What the order asks for, and whether in place of another. What is signed counts; the body may repeat it."""

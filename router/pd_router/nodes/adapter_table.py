@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from pd_connectors.protocol.adapters import AdapterState
+    from pd_connectors.protocol.feed import NodeLoad
 
 # Until a request's adapter can be used, by tier: a copy to the device, and the files before it (8B, rank 16: 84 MB)
 LOAD_S = (0.0, 0.002, 0.3)
@@ -61,7 +62,7 @@ class AdapterTable:
                 yield AdapterRecord(state.record.name, stamp=state.record.stamp + 1)
 
 
-def load_s(state: AdapterState, read_s: float = 0.0) -> float:
-    """Until the node that tells this can use the adapter. `read_s`: of files, as it has measured; 0: it has not."""
-    tier = min(max(0, state.tier), len(LOAD_S) - 1)
+def load_s(state: AdapterState, load: NodeLoad | None = None) -> float:
+    """Until the node that tells this can use the adapter. `load`: of the node, which may have measured files."""
+    tier, read_s = min(max(0, state.tier), ON_FILE), 0.0 if load is None else load.adapter_s
     return LOAD_S[IN_HOST] + read_s if tier == ON_FILE and read_s > 0.0 else LOAD_S[tier]

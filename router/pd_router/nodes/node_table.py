@@ -294,12 +294,7 @@ class NodeTable:
     def healthy(self, roles: Iterable[Role], model: str | None) -> list[Node]:
         now_s = self.clock()
         wanted = tuple(roles)
-        is_adapter = self.adapters.find(model) is not None  # a node that names no models has none
-        found = [
-            n
-            for n in self.nodes
-            if n.role in wanted and n.is_healthy(now_s) and n.serves(model) and not (is_adapter and n.models is None)
-        ]
+        found = [n for n in self.nodes if n.role in wanted and n.is_healthy(now_s) and n.serves(model)]
         return self.current(found, model)
 
     def current(self, nodes: list[Node], model: str | None) -> list[Node]:
@@ -309,8 +304,8 @@ class NodeTable:
         """
         if (record := self.adapters.find(model)) is None:
             return nodes
-        states = {node: (node.adapters or {}).get(record.name) for node in nodes}
-        return [node for node, one in states.items() if one is None or one.record.stamp >= record.stamp] or nodes
+        states = {n: (n.adapters or {}).get(record.name) for n in nodes if n.models is not None}  # else it has none
+        return [n for n, one in states.items() if one is None or one.record.stamp >= record.stamp] or list(states)
 
     def answering(self, model: str | None, among: Callable[[list[Node]], list[Node]] = list) -> list[Node]:
         """The healthy nodes that may generate: those that decode, and where there is none, the prefill nodes that can.

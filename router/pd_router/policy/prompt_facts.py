@@ -82,12 +82,8 @@ def prompt_facts(body: RequestBody, table: NodeTable, key: bytes) -> PromptFacts
         num_output = max(1.0, most)
     return PromptFacts(
         body.prompt_bytes, body.num_samples, several, shows_logprobs, cached, num_output, most, num_tokens, lower,
-        {node: s for node, state in having.items() if (s := load_s(state, _adapter_s(node)))},
+        {node: s for node, state in having.items() if (s := load_s(state, node.view.load))},
     )  # fmt: skip
-
-
-def _adapter_s(node: Node) -> float:
-    return 0.0 if node.view.load is None else node.view.load.adapter_s
 
 
 def _longest(hits: Iterable[dict[Node, int]]) -> dict[Node, int]:

@@ -84,10 +84,8 @@ class AdapterKeeper:
                 continue
             lacking = list(self._table.adapters.lacking(node.adapters))
             waits = {record: waits[record] for record in lacking if record in waits and node.epoch == epoch}
-            epoch, node.adapter_errors = (
-                node.epoch,
-                {name: why for name, why in node.adapter_errors.items() if any(one.name == name for one in waits)},
-            )
+            epoch, names = node.epoch, {record.name for record in waits}
+            node.adapter_errors = {name: why for name, why in node.adapter_errors.items() if name in names}
             for record in lacking:
                 wait_s, ends_s = waits.get(record, (RETRY_S / 2, 0.0))
                 if ends_s > loop.time():
