@@ -84,7 +84,7 @@ async def test_a_node_with_the_adapter_of_before_gets_no_request_of_the_name(
         await asyncio.sleep(0.1)
         first, _ = table.nodes
         table.adapters.learn(newer)
-        assert {len(table.current(table.nodes, "tuned")), len(table.current(table.nodes, "demo"))} == {2}
+        assert {len(table.current(list(table.nodes), name)) for name in ("tuned", "demo")} == {2}
         first.adapters = {"tuned": AdapterState(newer)}
         for _ in range(4):
             assert (await ask(router, "tuned"))[0] == 200
