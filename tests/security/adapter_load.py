@@ -1,4 +1,4 @@
-"""Clients that ask for adapters, and one that gives names other adapters meanwhile: whose answer may each one be?"""
+"""Clients that ask for adapters, and one that gives names other adapters meanwhile: of which one may an answer be?"""
 
 from __future__ import annotations
 
