@@ -31,7 +31,9 @@ class AdapterOrders:
         executor: Executor,
         mailbox: Mailbox,
         fail: Callable[[str, AdapterAbsent], None],
+        clock: Callable[[], float],
     ) -> None:
+        self._clock, self._begun_s = clock, dict[str, float]()
         self._config, self._places, self._executor, self._mailbox, self._fail = config, places, executor, mailbox, fail
         self._paths: dict[str, str] = {}  # of the known ones, and of those that are read for an order
         self._most = int(config.lora_host_gb * 1e9)
@@ -94,7 +96,7 @@ class AdapterOrders:
         """On a thread of each rank, unless that is under way."""
         if digest in self._reading:
             return
-        self._reading[digest] = []
+        self._reading[digest], self._begun_s[digest] = [], self._clock()
 
         def done(error: str, num_bytes: int) -> None:
             self._told.append((digest, error, num_bytes))
@@ -104,7 +106,9 @@ class AdapterOrders:
 
     def _take_read(self, digest: str, error: str, num_bytes: int) -> None:
         """All ranks have read an adapter, of so many bytes on one, or some could not."""
-        places = self._places
+        places, took_s = self._places, self._clock() - self._begun_s.pop(digest)
+        if not error:
+            places.read_s = (places.read_s + took_s) / 2 if places.read_s else took_s
         is_known = digest in places.in_host
         if not error and not is_known and digest not in self._paths:
             error = "it was unloaded while it was read"

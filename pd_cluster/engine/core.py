@@ -125,11 +125,11 @@ class EngineCore:
             may_give_up=config.handoff.on_load_failure in ("any", "local"),
         )  # fmt: skip
         self._live = LiveRequests(self._scheduler, self._transfers, replies, mailbox)
-        self._adapters = AdapterOrders(config.lora, self._places, executor, mailbox, self._live.fail_all)
+        self._adapters = AdapterOrders(config.lora, self._places, executor, mailbox, self._live.fail_all, clock)
         self._pipeline = self._make_pipeline(config)
         self._news = NewsReport(
             self._scheduler, self._blocks, self._pipeline, self._step_model, self._room, self._step_budget,
-            mailbox, clock,
+            mailbox, clock, self._places,
         )  # fmt: skip
         self._stopping = False
         parts = self._scheduler, self._blocks, self._pipeline, self._transfers

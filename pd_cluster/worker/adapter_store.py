@@ -87,7 +87,8 @@ class AdapterStore:
         except Exception as error:  # no memory, for instance: the engine goes on without this adapter
             told(f"{path} cannot be read: {error!r}", 0)
         else:
-            told("", adapter.nbytes)
+            num_bytes = adapter.nbytes  # torch rounds what it pins up to a power of two
+            told("", 1 << (num_bytes - 1).bit_length() if adapter.is_pinned() else num_bytes)
 
     @torch.inference_mode()
     def _read(self, digest: str, path: str) -> torch.Tensor:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from pd_cluster.config import LoraConfig
@@ -218,6 +219,20 @@ def test_an_adapter_that_host_memory_never_holds_is_refused(adapted: Adapted) ->
     (told,) = bench.until(1)
     assert isinstance(told, AdapterLoaded)
     assert told.error.endswith("bytes, and --lora-host-gb allows 1000")
+
+
+def test_pinned_memory_counts_as_torch_takes_it(adapted: Adapted, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In powers of two: --lora-host-gb would allow twice as much."""
+    bench, first = adapted.bench(), adapted.adapters[0]
+    bench.load(first)
+    (exact,) = bench.core._adapters._num_bytes.values()
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: True)
+    other = adapted.bench()
+    other.load(first)
+    (taken,) = other.core._adapters._num_bytes.values()
+    assert exact <= taken < 2 * exact
+    assert taken.bit_count() == 1
+    assert other.core._places.read_s > 0.0
 
 
 def test_an_unload_lets_running_requests_end(adapted: Adapted) -> None:

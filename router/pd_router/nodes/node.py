@@ -67,6 +67,7 @@ class Node:
     models: frozenset[str] | None = None  # with adapters. None: not known, so requests for any model may go there
     base_models: frozenset[str] | None = None  # without adapters
     adapters: dict[str, AdapterState] | None = None  # by name, as its feed tells; None: it tells none
+    adapter_errors: dict[str, str] = field(default_factory=dict)  # why it lacks an adapter of the others, by name
     lora_slots: int = 0  # 0: it serves no adapters, or is of an older release
     max_model_len: int | None = None  # in tokens; None: /health does not name it
     num_slots: int | None = None  # sequences that run at once; None: /health does not name it

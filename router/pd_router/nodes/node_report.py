@@ -45,6 +45,7 @@ def describe(table: NodeTable, node: Node) -> dict[str, object]:
             name: {"digest": one.record.digest, "level": LEVELS[min(one.tier, ON_FILE)]}
             for name, one in (node.adapters or {}).items() if one.record.is_live
         },
+        "adapter_errors": node.adapter_errors,
     }  # fmt: skip
 
 

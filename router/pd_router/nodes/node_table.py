@@ -185,12 +185,18 @@ class NodeTable:
     def healthy(self, roles: Iterable[Role], model: str | None) -> list[Node]:
         now_s = self.clock()
         wanted = tuple(roles)
-        is_adapter = self.adapters.find(model) is not None  # a node that names no models has none
-        return [
-            n
-            for n in self.nodes
-            if n.role in wanted and n.is_healthy(now_s) and n.serves(model) and not (is_adapter and n.models is None)
-        ]
+        found = [n for n in self.nodes if n.role in wanted and n.is_healthy(now_s) and n.serves(model)]
+        return self.current(found, model)
+
+    def current(self, nodes: list[Node], model: str | None) -> list[Node]:
+        """Those where the name of an adapter means what it last came to mean; all, while no node has that yet.
+
+        A node that stood still during an order has the adapter of before until it is told.
+        """
+        if (record := self.adapters.find(model)) is None:
+            return nodes
+        states = {n: (n.adapters or {}).get(record.name) for n in nodes if n.models is not None}  # else it has none
+        return [n for n, one in states.items() if one is None or one.record.stamp >= record.stamp] or list(states)
 
     def answering(self, model: str | None, among: Callable[[list[Node]], list[Node]] = list) -> list[Node]:
         """The healthy nodes that may generate: those that decode, and where there is none, the prefill nodes that can.

@@ -97,13 +97,12 @@ def to_read(table: NodeTable, model: str | None, settings: RouterConfig, turn: i
 def _sides(table: NodeTable, model: str | None) -> tuple[list[Node], list[Node]]:
     """The healthy prefill nodes, and the others. Raises ModelNotFound."""
     table.require_model(model)
-    may_be_any = table.adapters.find(model) is None  # a node that names no models has no adapters
     reads = Role.PREFILL  # looking up a member of an enum takes longer than comparing it
     sides: tuple[list[Node], list[Node]] = ([], [])
     for node in healthy(table.nodes, table.clock()):
-        if model is None or (may_be_any if node.models is None else model in node.models):  # `serves`, written out
+        if model is None or node.models is None or model in node.models:  # `serves`, written out
             sides[node.role is not reads].append(node)
-    return sides
+    return table.current(sides[0], model), table.current(sides[1], model)
 
 
 def _pairings(prefills: tuple[Node, ...], decodes: tuple[Node, ...]) -> tuple[Pairing, ...]:

@@ -82,7 +82,7 @@ def prompt_facts(body: RequestBody, table: NodeTable, key: bytes) -> PromptFacts
         num_output = max(1.0, most)
     return PromptFacts(
         body.prompt_bytes, body.num_samples, several, shows_logprobs, cached, num_output, most, num_tokens, lower,
-        {node: s for node, state in having.items() if (s := load_s(state))},
+        {node: s for node, state in having.items() if (s := load_s(state, node.view.load))},
     )  # fmt: skip
 
 
