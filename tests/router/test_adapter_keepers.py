@@ -14,7 +14,6 @@ from pd_connectors.protocol.feed import NodeLoad
 from pd_router.edge import cluster_adapters
 from pd_router.nodes.adapter_table import LOAD_S, AdapterTable, load_s
 from pd_router.watch import adapter_keeper
-from tests.deadlines import HANG_S
 from tests.router.router_process import serving, until
 from tests.router.test_cluster_adapters import a_node, a_pair, ask, followed, order
 from tests.server.test_node_adapters import written
@@ -80,8 +79,7 @@ async def test_a_node_with_the_adapter_of_before_gets_no_request_of_the_name(
         _, told = await order(router, "tuned", "a")
         table = router.services.table
         newer = AdapterRecord("tuned", "a", told["digest"], 1 << 62)
-        monkeypatch.setattr(adapter_keeper, "LOOK_EVERY_S", HANG_S)  # no keeper tells it meanwhile
-        await asyncio.sleep(0.1)
+        monkeypatch.setattr(AdapterTable, "lacking", lambda table, adapters: ())  # no keeper tells it meanwhile
         first, _ = table.nodes
         table.adapters.learn(newer)
         assert {len(table.current(list(table.nodes), name)) for name in ("tuned", "demo")} == {2}

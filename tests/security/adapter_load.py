@@ -15,7 +15,8 @@ import aiohttp
 import orjson
 
 from pd_http.endpoints import LOAD_PATH
-from tests.security.chaos_load import COMPLETIONS, CONNECT_DEADLINE_S, ROUTES, TIE
+from tests.deadlines import HANG_S
+from tests.security.chaos_load import COMPLETIONS, ROUTES, TIE
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -115,7 +116,7 @@ class AdapterLoad:
 
     async def run(self, num_clients: int, contents: Sequence[str]) -> None:
         """All requests, while names get other contents."""
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_DEADLINE_S)
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=HANG_S)
         async with aiohttp.ClientSession(
             timeout=timeout, connector=aiohttp.TCPConnector(limit=0, force_close=True)
         ) as session:
