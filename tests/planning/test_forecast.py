@@ -25,21 +25,21 @@ def of(load: list[Arrival], roles: RoleCounts, seed: int) -> Forecast:
 
 
 def test_two_forecasts_with_one_seed_are_equal_and_hold_their_attainment() -> None:
-    load = load_of(40, 12.0, 3000, 40)
+    load = load_of(16, 12.0, 3000, 40)
     found = [of(load, RoleCounts(1, 1), 5) for _ in range(2)]
     assert found[0] == found[1]
     assert found[0].low <= found[0].attainment <= found[0].high
 
 
 def test_more_load_is_served_less_well_and_more_nodes_serve_it_better() -> None:
-    slow, fast = load_of(60, 8.0, 4000, 20), load_of(60, 26.0, 4000, 20)
+    slow, fast = load_of(24, 8.0, 4000, 20), load_of(24, 26.0, 4000, 20)
     pair, four = RoleCounts(1, 1), RoleCounts(2, 2)
     assert of(slow, pair, 1).low > of(fast, pair, 1).high
     assert of(fast, four, 1).low > of(fast, pair, 1).high
 
 
 def test_each_target_counts_by_itself() -> None:
-    load = load_of(30, 26.0, 4000, 20)
+    load = load_of(24, 26.0, 4000, 20)
     first, later, both = (
         forecast(load, ttft_ms, tpot_ms, RoleCounts(1, 1), TABLE, 1).attainment
         for ttft_ms, tpot_ms in ((200.0, None), (None, 4.0), (200.0, 4.0))

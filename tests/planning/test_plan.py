@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 TABLE = packaged_tables()["8b-h200-tp1"]
 PLAN = "plan --gpus 2 --slo-ttft-ms 200 --slo-tpot-ms 10"
-LOAD = " --rate 20 --in 1024 --out 64 --num-requests 30"
+LOAD = " --rate 20 --in 1024 --out 64 --num-requests 10"
 
 
 def sought_of(num: int, rate: float, prompt: int, answer: int) -> Sought:
@@ -52,7 +52,7 @@ def test_every_setting_uses_the_gpus_and_has_hosts_for_its_nodes() -> None:
 
 
 def test_a_search_is_repeatable_and_ranks_by_attainment() -> None:
-    sought = sought_of(60, 26.0, 4000, 20)
+    sought = sought_of(16, 26.0, 4000, 20)
     settings = [one for one in settings_of(2, [1], 8) if not one.roles.prefill or not one.roles.mixed]
     first, again = (search(sought, settings, lambda *_: None, workers=1) for _ in range(2))
     assert first == again
