@@ -26,7 +26,7 @@ from benchmarks.slo.fitted_tables import write_tables
 from benchmarks.slo.setting import Setting
 from pd_cluster.bench.cli import positive
 from pd_cluster.bench.report import report_console
-from pd_cluster.planning.forecast import STEPS_OFF
+from pd_cluster.planning.search import STEPS_OFF
 from pd_cluster.planning.simulated_cluster import Served
 from pd_cluster.planning.simulated_node import Rule
 from pd_cluster.scheduling.targets import Targets
