@@ -107,7 +107,7 @@ def search(
         order = sorted(zip(coarse, settings, strict=True), key=lambda pair: -pair[0])
         chosen = [setting for _, setting in order[:BEST]]
         chosen += [one for _, one in order if one.is_replicas][: not any(one.is_replicas for one in chosen)]
-        fine = _fine(windows[len(windows) // 2], max(one.roles.total for one in chosen))
+        fine = _fine(windows[len(windows) // 2], max(sum(one.roles) for one in chosen))
         short = fine[: max(FEWEST, len(fine) // SHORT)]
         num_early = int(EARLY * len(short))
 

@@ -170,8 +170,7 @@ class StepModel:
 
     def decode_s(self, num_decodes: int, context: int) -> float:
         """Seconds of a step of decodes only, after `context` tokens in all."""
-        own = self._seconds  # as `seconds`, without the work: each report asks some 16 times
-        return own[0] + (own[1] * context + own[3] * num_decodes) + self._firsts.seconds(min(num_decodes, FIRST))
+        return self.seconds(StepWork(num_decodes, context))
 
     def prefill_s(self, num_tokens: int, start: int = 0) -> float:
         """Seconds of steps that compute `num_tokens` of one prompt after `start` tokens, and nothing else."""

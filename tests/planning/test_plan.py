@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import pytest
 
+from benchmarks.slo.setting import roles_of
 from pd_cluster.bench.workload import Length, poisson
 from pd_cluster.launch.cli import build_parser, main
 from pd_cluster.planning.coarse import serve_coarsely
@@ -36,7 +37,7 @@ def sought_of(num: int, rate: float, prompt: int, answer: int) -> Sought:
 
 def judged(name: str, attained: float, low: float, high: float) -> Judged:
     figures = FineFigures(attained, attained, (1.0, 2.0, 3.0), (1.0, 2.0, 3.0), (0.0, 0.1), 0)
-    return Judged(PlannedSetting(RoleCounts.parse(name), RankCounts()), figures, low, high)
+    return Judged(PlannedSetting(roles_of(name), RankCounts()), figures, low, high)
 
 
 def test_every_setting_uses_the_gpus_and_has_hosts_for_its_nodes() -> None:
