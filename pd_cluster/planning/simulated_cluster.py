@@ -69,10 +69,6 @@ class Served:
         num = len(self.tokens_s) - 1
         return 1e3 * (self.tokens_s[-1] - self.tokens_s[0]) / num if num else 0.0
 
-    @property
-    def gaps_ms(self) -> list[float]:
-        return [1e3 * (b - a) for a, b in zip(self.tokens_s, self.tokens_s[1:], strict=False)]
-
 
 class SimulatedCluster:
     """Nodes and a router, with the rule's targets as `pd-cluster up` gives them."""
