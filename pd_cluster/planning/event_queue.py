@@ -24,8 +24,8 @@ class EventQueue:
     def after(self, delay_s: float, call: Callable[[], None]) -> None:
         self.at(self.now_s + delay_s, call)
 
-    def run(self) -> None:
-        """Until nothing is left to happen."""
-        while self._heap:
+    def run(self, is_done: Callable[[], bool] = lambda: False) -> None:
+        """Until nothing is left to happen, or `is_done`."""
+        while self._heap and not is_done():
             self.now_s, _, call = heapq.heappop(self._heap)
             call()
