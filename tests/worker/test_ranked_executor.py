@@ -307,7 +307,7 @@ def stub_executor(ranks: Ranks, runner: SimpleNamespace) -> DeviceExecutor:
         device=torch.device("cuda"), is_budget_measured=True, most_drafts=0, place=stub, config=make_config(2),
         layout=stub, grammars=None, owned=None, progress=None, profiler=SimpleNamespace(start=None, stop=None),
     )  # fmt: skip
-    weights = SimpleNamespace(model=None, owned=None)
+    weights = SimpleNamespace(model=None, owned=None, adapters=None)
     runner.cache = runner.graphs = stub
     return DeviceExecutor(cast("Any", plan), cast("Any", weights), cast("Any", runner), cast("Any", stub))
 
