@@ -28,7 +28,8 @@ from pd_cluster.adapters.adapter_bytes import read_adapter
 from pd_cluster.adapters.refused_modules import SERVED_KINDS
 from pd_cluster.config import CacheConfig, HandoffConfig, LoraConfig, ModelConfig, NodeConfig, SchedulerConfig
 from pd_cluster.models.decoder import Decoder
-from pd_cluster.protocol.messages import AdapterLoaded, AddRequest, LoadAdapter, TokensOut
+from pd_cluster.protocol.messages import AddRequest, TokensOut
+from pd_cluster.protocol.orders import AdapterLoaded, LoadAdapter
 from pd_cluster.protocol.sampling_params import SamplingParams
 
 if TYPE_CHECKING:

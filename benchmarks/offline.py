@@ -156,7 +156,7 @@ class OfflineEngine:
         """Meanwhile requests are served as with `--speculation none`. There must be none at its begin and its end."""
         scheduler = self.core._scheduler
         assert scheduler.idle
-        owners = (scheduler, scheduler._planner, scheduler._life, scheduler._effects)
+        owners = (scheduler, scheduler._arrivals, scheduler._planner, scheduler._life, scheduler._effects)
         drafting = scheduler._drafting
         for owner in owners:
             owner._drafting = None

@@ -297,7 +297,9 @@ def _shares_simulated(
 def _planned(shape: str, measured_file: str, results: Path) -> str:
     """Runs with targets beside what the planner says of them, and what the simulation before it said."""
     runs = latest_runs(results, measured_file)
-    before = _simulated(results, shape, "slack", 1.0, "slo_before_planner.jsonl")
+    files = ("slo_simulated.jsonl", "slo_before_planner.jsonl")  # the latter has no row of Mooncake
+    older, newer = (_simulated(results, shape, "slack", 1.0, file) for file in files)
+    before = older | newer
     planned = _simulated(results, shape, "slack", 1.0, "slo_planned.jsonl")
     mended = _simulated(results, shape, "slack", 1.0, "slo_mended.jsonl")
 

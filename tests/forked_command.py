@@ -41,6 +41,7 @@ CLI_MODULE = "pd_cluster.launch.cli"
 ENGINE_MODULE, RANK_MODULE = "pd_cluster.engine.process", "pd_cluster.worker.rank"
 NODES = ("prefill", "decode", "mixed")
 ENGINE_HOOK_ENV, NODE_HOOK_ENV = "PD_TEST_ENGINE_HOOK", "PD_TEST_NODE_HOOK"
+PROGRESS_DELAY_US = 10_000  # the product's 1,000 take 1% of a core for each node that idles
 FORK_SAFE_THREAD = "jemalloc_bg_thd"  # of pyarrow, if transformers finds it; jemalloc takes its locks around a fork
 # What the commands of nodes and routers import by the time that they are ready
 MODULES = (
@@ -321,6 +322,7 @@ def import_all() -> None:
     engine.bound_programs(os.environ)  # for engines: torch reads these variables when it is imported
     with suppress(ConnectorUnavailable):  # not every machine has NIXL
         agent._bindings()
+    agent.PROGRESS_DELAY_US = PROGRESS_DELAY_US
     for name in MODULES:
         with suppress(ImportError):  # not every machine has LLGuidance
             importlib.import_module(name)

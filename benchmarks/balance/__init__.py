@@ -54,7 +54,7 @@ def run_one(load: PhasedLoad, roles: RoleCounts, seed: int, slowness: float, *, 
     rule = Rule("slack", targets=Targets(*targets, 3 * targets.tpot_s), shortest=True)
     device = ScaledDevice(DenseDevice(context_s=132e-9), slowness)
     cluster = BalancedCluster(roles, rule, device, seed, is_balanced=is_balanced, targets=targets)
-    served = cluster.serve(load.arrivals(roles.total, seed))
+    served = cluster.serve(load.arrivals(sum(roles), seed))
     met = [
         (load.phase_at(one.arrival.at_s), one.ttft_ms <= 1e3 * targets.ttft_s and one.tpot_ms <= 1e3 * targets.tpot_s)
         for one in served

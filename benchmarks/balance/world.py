@@ -10,7 +10,7 @@ from pd_cluster.balancing.decision import BalanceTargets, decide
 from pd_cluster.balancing.snapshot import BALANCE, BalancedNode, BalanceSnapshot, EndedRequest
 from pd_cluster.planning.simulated_cluster import RoleDevices, Served, SimulatedCluster
 from pd_cluster.scheduling.step_model import StepModel
-from pd_router.nodes.node_table import Role
+from pd_router.nodes.node import Role
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from pd_cluster.planning.role_counts import RoleCounts
     from pd_cluster.planning.simulated_node import Rule
     from pd_connectors.protocol.feed import NodeLoad
-    from pd_router.nodes.node_table import Node
+    from pd_router.nodes.node import Node
 
 FEED_S, ORDER_S, PERIOD_S = 0.01, 0.02, 5.0  # until a router has a node's word; of an order; of a round
 WINDOW_S = 60.0  # of which a router tells requests

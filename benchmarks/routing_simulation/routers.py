@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from pd_router.config import HandoffOrder, RouterConfig
-from pd_router.nodes.node_table import Node, NodeTable
+from pd_router.nodes.node_table import NodeTable
 from pd_router.nodes.prefix_index import PrefixIndex
 from pd_router.nodes.speed import ReadingSpeed
 from pd_router.policy.candidates import to_generate
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from benchmarks.routing_simulation.scheduled_node import ScheduledNode
     from benchmarks.routing_simulation.trace import SimRequest
     from pd_connectors.protocol.feed import NodeLoad, StoredBlock
+    from pd_router.nodes.node import Node
 
 BYTES_PER_TOKEN = 4
 # The rule before the feed, as it was at 4a06a6b: fewest outstanding prompt bytes; a decode node that is sooner by this.

@@ -14,6 +14,7 @@ import argparse
 import statistics
 import sys
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,7 +27,7 @@ from benchmarks.slo.fitted_tables import write_tables
 from benchmarks.slo.setting import Setting
 from pd_cluster.bench.cli import positive
 from pd_cluster.bench.report import report_console
-from pd_cluster.planning.forecast import STEPS_OFF
+from pd_cluster.planning.search import STEPS_OFF
 from pd_cluster.planning.simulated_cluster import Served
 from pd_cluster.planning.simulated_node import Rule
 from pd_cluster.scheduling.targets import Targets
@@ -83,8 +84,12 @@ def simulate(
         statistics.mean(one.reason in ("prefill-busy", "prefill-late") for one in served),
         statistics.mean(one.reason in ("decode-late", "prefill-free") for one in served),
         percentiles([one.ttft_ms for one in served]), percentiles([one.tpot_ms for one in served]),
-        percentiles([gap for one in served for gap in one.gaps_ms]), by_steps,
+        percentiles([gap for one in served for gap in gaps_ms(one)]), by_steps,
     )  # fmt: skip
+
+
+def gaps_ms(one: Served) -> list[float]:
+    return [1e3 * (b - a) for a, b in pairwise(one.tokens_s)]
 
 
 def percentiles(values: list[float]) -> tuple[float, ...]:

@@ -18,12 +18,8 @@ if TYPE_CHECKING:
     from pd_cluster.planning.table_points import PlannedPoint
 
 # By shape and ranks: name of the file, blocks of 64 tokens that an H200 had room for, the model, and what was fitted.
-# Steps with prompts of two ranks were not measured, so there is no table of them.
+# Steps with prompts of two ranks were not measured, so there is no table of them; of 8B it was measured.
 SOURCES = {
-    ("8b", 1): (
-        "8b-h200-tp1", 13_679, TableModel("8b", "LlamaForCausalLM", "", 32, 8, "bfloat16", "bfloat16", 16.1e9),
-        "fitted: benchmarks/results/engine_gpu.jsonl (8b, 003fd92) and the steps with prompts of benchmarks/LOG.md",
-    ),
     ("30b-a3b-fp8", 1): (
         "30b-a3b-fp8-h200-tp1", 15_903,
         TableModel("30b-a3b-fp8", "Qwen3MoeForCausalLM", "", 32, 4, "float8", "bfloat16", 31.0e9),
@@ -31,9 +27,6 @@ SOURCES = {
     ),
 }  # fmt: skip
 CARD = "NVIDIA H200"
-# Of a full step of prompts back to back, to one from cool: two take 86 ms from cool and 97 back to back (8B, 003fd92).
-# Of the mixture it was not measured
-HEATS, HOT = {"8b": 97 / 86, "30b-a3b-fp8": 0.0}, (0, 0, 2048, 0)
 
 
 def fitted_table(shape: str, num_ranks: int) -> StepTable:
@@ -44,7 +37,7 @@ def fitted_table(shape: str, num_ranks: int) -> StepTable:
         num, tokens = point.num_decodes, point.num_tokens
         work = StepWork(num, num * point.context, tokens, keys_of(tokens, point.before))
         ms = 1e3 * device.seconds(work)
-        return StepPoint(*point[:4], round(ms, 4), round(HEATS[shape] * ms, 4) if point[:4] == HOT else 0.0)
+        return StepPoint(*point[:4], round(ms, 4))  # the heat of a device was not measured with it
 
     points = planned_points(device.max_seqs, device.step_tokens, 1 << 17)
     flags = TableFlags(device.max_seqs, device.step_tokens, device.block_size, num_blocks, 1 << 17)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,18 @@ from pd_cluster.planning.step_table import packaged_tables
 
 if TYPE_CHECKING:
     from pd_cluster.planning.simulated_node import Rule
+
+
+_NAME = re.compile(r"(?=.)(?:([1-9]\d*)P)?(?:([1-9]\d*)D)?(?:\+?([1-9]\d*)M)?")
+
+
+def roles_of(name: str) -> RoleCounts:
+    """ "2P1D", "4M" or "1P2D+1M". Raises StartupError."""
+    found = _NAME.fullmatch(name)
+    roles = RoleCounts(*(int(number or 0) for number in found.groups())) if found else RoleCounts()
+    if not roles.decode + roles.mixed:
+        raise StartupError(f"{name!r} has no node that decodes, or is not like 2P1D, 4M or 1P2D+1M")
+    return roles
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +45,11 @@ class Setting:
         num_ranks = int(ranks) if ranks.isdecimal() else 0 if "-TP" in name else 1
         if (SHAPES[0], num_ranks) not in DEVICES:
             raise StartupError(f"setting {name!r}: nodes have one rank, or with -TP2 two")
-        return cls(name, RoleCounts.parse(counts), num_ranks)
+        return cls(name, roles_of(counts), num_ranks)
 
     @property
     def num_gpus(self) -> int:
-        return self.roles.total * self.num_ranks
+        return sum(self.roles) * self.num_ranks
 
     def cluster(self, rule: Rule, seed: int, shape: str = SHAPES[0], *, as_planned: float = 0.0) -> SimulatedCluster:
         """`as_planned`: with the packaged step table, of steps so many times as long, and the delays of

@@ -260,7 +260,7 @@ class PeerToPeerConnector(Connector):
             logger.error("the control thread did not end within %g s", self._context.close_deadline_s)
 
     def stats(self) -> dict[str, float]:
-        reader = self._reader
+        reader, links = self._reader, self._reader.links
         return {
             **self._counters.stats(),
             "loads_open": float(reader.loads.num_loads),
@@ -270,12 +270,12 @@ class PeerToPeerConnector(Connector):
             "quarantined_blocks": float(reader.loads.num_quarantined_blocks),
             **self._channel.stats(),
             **{
-                f"kv_peer_bytes_per_second|peer={peer},memory={reader.memory}": speed
-                for peer, speed in reader.link_speeds().items()
+                f"kv_peer_bytes_per_second|peer={peer},memory={links.memory}": speed
+                for peer, speed in links.speeds().items()
             },
             **{
-                f"kv_peer_slow|peer={peer},memory={reader.memory}": float(is_slow)
-                for peer, is_slow in reader.slow_links().items()
+                f"kv_peer_slow|peer={peer},memory={links.memory}": float(is_slow)
+                for peer, is_slow in links.are_slow().items()
             },
         }
 
@@ -284,7 +284,7 @@ class PeerToPeerConnector(Connector):
     def open(self, cache: CacheDescription) -> None:
         """Make the cache readable and answer greetings from now on. Raises ConnectorUnavailable."""
         self._num_blocks = tuple(tensor.shape[0] for tensor in cache.tensors)
-        self._reader.memory = cache.tensors[0].device.type if cache.tensors else ""
+        self._reader.links.memory = cache.tensors[0].device.type if cache.tensors else ""
         self._transport.register(cache)
         self._owner.open(self._transport.describe())
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, field
+from math import inf
 from typing import TYPE_CHECKING
 
 from pd_connectors.link_speed import LinkSpeed
@@ -12,6 +13,8 @@ if TYPE_CHECKING:
     from pd_connectors.protocol.messages import LeaseRef
     from pd_connectors.pull import Pull
     from pd_connectors.transport import Address, PeerKey
+
+PEER_IDLE_S = 300.0  # an endpoint without a load for so long is torn down
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +70,26 @@ class Peer:
     def doubts(self, lease: LeaseRef) -> bool:
         """Whether the lease is of the boot that left a question unanswered. A later one may just have started."""
         return self.doubted == (lease.engine_id, lease.epoch)
+
+    def has_idled(self, now: float) -> bool:
+        """Whether no load has needed it for PEER_IDLE_S."""
+        return not self.pulls and now - self.idle_since >= PEER_IDLE_S
+
+    def next_timer(self, drain_deadline_s: float) -> float:
+        """When something of it is due. inf: never. `drain_deadline_s`: of loads that have failed."""
+        timers = [inf]
+        if not self.pulls:
+            timers.append(self.idle_since + PEER_IDLE_S)
+        for pull in self.pulls.values():
+            if pull.is_live:
+                timers.append(pull.next_timer())
+            elif self.endpoint is not None and pull.endpoint == self.endpoint.key:
+                timers.append(pull.failed_at + drain_deadline_s)
+        if self.greeting is not None:
+            timers += [self.greeting.hello_at, self.greeting.deadline]
+        if self.endpoint is not None and not self.endpoint.ready:
+            timers.append(self.endpoint.deadline)
+        return min(timers)
 
     @property
     def is_wanted(self) -> bool:

@@ -19,19 +19,19 @@ from __future__ import annotations
 import logging
 import time
 from hashlib import blake2b
+from math import inf
 from typing import TYPE_CHECKING
 
 from pd_connectors.base import ConnectorContext, Event, LoadDrained, LoadFailed, LoadSpec
 from pd_connectors.block_reads import PostRead
 from pd_connectors.handshake import check_reply, check_ticket
-from pd_connectors.link_speed import CAUSES
+from pd_connectors.link_watch import LinkWatch
 from pd_connectors.peer import Greeting, Peer, PeerEndpoint
 from pd_connectors.protocol.errors import HandshakeError, LoadFailure
 from pd_connectors.protocol.messages import ConfirmReply, Hello, HelloReply, LeaseState, Release, ToOwner, ToReader
 from pd_connectors.pull import Emit, Pull, Send
 from pd_connectors.pull_limits import LOST_GRACE_S, PullLimits
 from pd_connectors.pull_table import PullTable
-from pd_connectors.slow_link import why_slow
 from pd_connectors.transport import Address, Completion, Connected, ConnectFailed, PeerKey, ReadEnded, Transport
 
 if TYPE_CHECKING:
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from pd_connectors.protocol.ticket import Ticket
 
 HELLO_EVERY_S = 0.5
-PEER_IDLE_S = 300.0  # an endpoint without a load for so long is torn down
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +73,7 @@ class Reader:
         self._peers: dict[Address, Peer] = {}
         self.loads = PullTable()  # for its gauges
         self._num_attempts = 0
-        self.memory = ""  # torch's name of the device that has our cache; set before the first load
+        self.links = LinkWatch(self._peers, context.host)
 
     # from the engine
 
@@ -188,37 +187,15 @@ class Reader:
             self._tick_endpoint(peer, now)
             if peer.is_lost and not peer.is_wanted:
                 peer.is_lost = False
-                # else ZeroMQ would connect to a dead node again and again until PEER_IDLE_S is over
+                # else ZeroMQ would connect to a dead node again and again until `peer.PEER_IDLE_S` is over
                 self._forget(peer.address)
-            if not peer.pulls and now - peer.idle_since >= PEER_IDLE_S:
+            if peer.has_idled(now):
                 self._drop(peer)
 
     def next_timer(self) -> float:
         """When to call `tick`. inf: never."""
-        timers = [float("inf")]
-        for peer in self._peers.values():
-            if not peer.pulls:
-                timers.append(peer.idle_since + PEER_IDLE_S)
-            for pull in peer.pulls.values():
-                if pull.is_live:
-                    timers.append(pull.next_timer())
-                elif peer.endpoint is not None and pull.endpoint == peer.endpoint.key:
-                    timers.append(pull.failed_at + self._context.drain_deadline_s)
-            if peer.greeting is not None:
-                timers += [peer.greeting.hello_at, peer.greeting.deadline]
-            if peer.endpoint is not None and not peer.endpoint.ready:
-                timers.append(peer.endpoint.deadline)
-        return min(timers)
-
-    # for stats
-
-    def link_speeds(self) -> dict[str, float]:
-        """Bytes per second of the link to each peer, by host:port, where enough was read to know it."""
-        return {peer.name: peer.link.bytes_per_s for peer in list(self._peers.values()) if peer.link.bytes_per_s}
-
-    def slow_links(self) -> dict[str, bool]:
-        """Whether each of these is far slower than it must be."""
-        return {peer.name: bool(peer.why_slow) for peer in list(self._peers.values()) if peer.link.bytes_per_s}
+        timers = (peer.next_timer(self._context.drain_deadline_s) for peer in self._peers.values())
+        return min(timers, default=inf)
 
     # inside
 
@@ -343,27 +320,12 @@ class Reader:
         pull = peer.pulls[load_id]
         for other in peer.pulls.values():
             other.progress(now)
-        self._measure_link(peer, ended, now)
+        self.links.ended(peer, ended, now)
         pull.read_ended(number, ended.error, now, ended.post_s)
         self._carry_out(peer, pull, now)
         if ended.endpoint_broken and peer.endpoint is not None and peer.endpoint.key == pull.endpoint:
             detail = f"the data connection broke: {ended.error}"
             self._tear_down(peer, peer.endpoint, LoadFailure.READ_FAILED, detail, now)
-
-    def _measure_link(self, peer: Peer, ended: ReadEnded, now: float) -> None:
-        link, is_gpu = peer.link, self.memory == "cuda"
-        was_slow, told = link.is_slow, peer.why_slow
-        link.ended(ended.read_id, now, is_good=not ended.error)
-        where, gbps = peer.name, link.bytes_per_s / 1e9
-        if link.is_slow and not was_slow and is_gpu:
-            logger.warning("KV comes from %s at %.2g GB/s. Likely causes %s", where, gbps, CAUSES)
-        is_one_host = peer.address[0] == self._context.host
-        why = why_slow(link.bytes_per_s, link.best_bytes_per_s, is_gpu=is_gpu, is_one_host=is_one_host)
-        if why and not told:
-            logger.warning("the link is slow: KV comes from %s at %.2g GB/s, %s", where, gbps, why)
-        elif told and not why:
-            logger.info("the link is no longer slow: KV comes from %s at %.2g GB/s", where, gbps)
-        peer.why_slow = why
 
     def _tick_endpoint(self, peer: Peer, now: float) -> None:
         endpoint = peer.endpoint

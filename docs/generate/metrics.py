@@ -76,7 +76,7 @@ ENGINE: dict[str, Meaning] = {
     ),
     "lora_adapter_loaded": Meaning("With adapters: 1 for each, by where it lies.", "lora_name, level"),
     "lora_requests_info": Meaning(
-        "Unix time; the labels name adapters of requests under way, at most 100.",
+        "Unix time; the labels name adapters of requests under way, on the device and not yet, at most 100 each.",
         "running_lora_adapters, waiting_lora_adapters, max_lora",
     ),
     "loads_done_total": Meaning("Loads that ended with confirmed KV."),

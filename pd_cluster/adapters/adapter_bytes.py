@@ -11,6 +11,7 @@ import time
 from contextlib import ExitStack
 from dataclasses import dataclass
 from hashlib import sha256
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pd_cluster.errors import BadAdapter
@@ -19,7 +20,6 @@ from pd_cluster.models.checkpoint_files import LFS_HEAD
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 MAX_CONFIG_BYTES = 1 << 20
@@ -64,15 +64,16 @@ def read_adapter(
     max_bytes: int,
     clock: Callable[[], float] = time.monotonic,
     deadline_s: float = READ_DEADLINE_S,
+    below: Path | None = None,
 ) -> AdapterBytes:
-    """Read the adapter in `directory`, with weights of up to `max_bytes`.
+    """Read the adapter in `directory`, with weights of up to `max_bytes`. `below`: where the files must be, by links.
 
     Takes seconds from a slow disk: call it on a thread. Raises BadAdapter.
     """
     end_s, digest = clock() + deadline_s, sha256(b"pd-adapter ")  # with SHA-NI thrice as fast as blake2b
     try:
         with ExitStack() as stack:
-            files = [_open(directory, name, most, stack) for name, most in _bounds(max_bytes)]
+            files = [_open(directory, name, most, stack, below) for name, most in _bounds(max_bytes)]
             contents = list[memoryview]()
             for file in files:
                 digest.update(f"{file.path.name} {file.found.st_size} ".encode())
@@ -92,7 +93,7 @@ def _bounds(max_bytes: int) -> tuple[tuple[str, int], tuple[str, int]]:
     return (CONFIG, MAX_CONFIG_BYTES), (WEIGHTS, max_bytes)
 
 
-def _open(directory: Path, name: str, most: int, stack: ExitStack) -> _OpenFile:
+def _open(directory: Path, name: str, most: int, stack: ExitStack, below: Path | None) -> _OpenFile:
     path = directory / name
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # of a pipe: do not wait for a writer
@@ -102,6 +103,9 @@ def _open(directory: Path, name: str, most: int, stack: ExitStack) -> _OpenFile:
                 raise BadAdapter(f"{directory / other} is {why}") from None
         raise BadAdapter(f"{directory} has no {name}: is it a directory that peft saved?") from None
     stack.callback(os.close, descriptor)
+    # Of what is open: links on the way may have changed since the path was looked at
+    if below is not None and not Path(os.readlink(f"/proc/self/fd/{descriptor}")).is_relative_to(below):
+        raise BadAdapter(f"{name} leads out of --lora-dir: only what is below it can be loaded")
     found = os.fstat(descriptor)
     if not stat.S_ISREG(found.st_mode):
         raise BadAdapter(f"{path} is not a regular file")

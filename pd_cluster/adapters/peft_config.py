@@ -36,14 +36,14 @@ _REFUSED = {  # settings that may not be set -> why
     "monteclora_config": "sampled adapters (MonteCLoRA) are not served",
     "velora_config": "VeLoRA is not served",
     "megatron_config": "adapters of Megatron's layers are not served",
-    "loftq_config": "LoftQ has changed the base model's weights",
-    "corda_config": "CorDA has changed the base model's weights",
-    "lora_ga_config": "LoRA-GA has changed the base model's weights",
+    "kasa_config": "KaSA has changed the base model's weights",
 }
 _KEEPS_BASE = (True, False, None, "gaussian", "orthogonal", "eva")  # `init_lora_weights`
 _HARMLESS = frozenset((
     "task_type", "auto_mapping", "revision", "inference_mode", "lora_dropout", "peft_version", "megatron_core",
-    "qalora_group_size", "runtime_config", "eva_config", "ensure_weight_tying",
+    "qalora_group_size", "runtime_config", "ensure_weight_tying",
+    # Of starts, which `init_lora_weights` names; PEFT keeps them when it converts an adapter for the base as it was
+    "loftq_config", "corda_config", "lora_ga_config", "eva_config",
     "fan_in_fan_out",  # of layers that are no Linear: PEFT sets it to false for these
 ))  # fmt: skip
 

@@ -1,8 +1,9 @@
 """PEFT's rules for names of modules: which one has an adapter, of which rank and alpha. Imports no torch.
 
-They are those of `check_target_module_exists` and `get_pattern_key` in PEFT 0.14 and later. The texts are regexes of
+They are those of `check_target_module_exists` and `get_pattern_key` in PEFT 0.21. The texts are regexes of
 others, which may take for ever: all of them together have one deadline. `re` has none, and holds the interpreter, and
-with it each stream, while it matches.
+with it each stream, while it matches. `regex` knows more than `re`, so than PEFT: recursion, which takes GB in seconds,
+and errors that a match may have. Both are refused, and so are long repeats: `a{4000000000}` takes 8 GB to compile.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ if TYPE_CHECKING:
     from pd_cluster.adapters.peft_config import PeftConfig
 
 MATCH_DEADLINE_S = 5.0  # of all names of an adapter: 560 modules by 560 patterns take 1 s
-_LAYER_LIST = r"[^.]*"  # a name of a list of layers, where none is given
+_LAYER_LIST = r".*?\.[^.]*"  # up to the first list of layers, where the config names none
+_REPEAT = re.compile(r"\{(\d{0,2},?\d{0,2}|100)\}")
 _PLAIN = re.compile(r"\^?[A-Za-z0-9_.]+")
 _Value = TypeVar("_Value")
 
@@ -78,32 +80,36 @@ class PeftNames:
     def _is_named(self, names: str | frozenset[str], name: str) -> bool:
         """Whether a regex is for all of `name`, or one of `names` is it, or its end after a dot."""
         if isinstance(names, str):
-            return bool(names) and self._match(rf"(?:{names})\Z", name) is not None
+            return bool(names) and self._match(names, name) is not None
         parts = name.split(".")
         return any(".".join(parts[first:]) in names for first in range(len(parts)))
 
     def _layer(self, name: str) -> int | None:
-        for pattern in self._config.layer_lists or (_LAYER_LIST,):
-            if found := self._match(rf".*\.{pattern}\.(\d+)\.", name):
+        lists = [rf"(?:^|.*?\.){pattern}" for pattern in self._config.layer_lists] or [_LAYER_LIST]
+        for pattern in lists:
+            if found := self._match(rf"{pattern}\.(\d+)\..*", name):
                 return int(found)
         return None
 
     def _of_pattern(self, patterns: Mapping[str, _Value], name: str, default: _Value) -> _Value:
         """The value of the first pattern that matches an end of the name from a dot on."""
         for pattern, value in patterns.items():
-            if name.endswith(_word(pattern)) and self._match(rf"(.*\.)?({pattern})$", name) is not None:
+            if name.endswith(_word(pattern)) and self._match(rf"(.*\.)?({pattern})", name) is not None:
                 return value
         return default
 
     def _match(self, pattern: str, name: str) -> str | None:
-        """What the last group of `pattern` matched in `name`, or ""; None: no match. Raises BadAdapter."""
+        """What the last group of `pattern` matched, or ""; None: it does not match all of `name`. Raises BadAdapter."""
         left_s = self._end_s - self._clock()
         try:
             if left_s <= 0:
                 raise TimeoutError
             if (compiled := self._compiled.get(pattern)) is None:
+                if "{" in _REPEAT.sub("", pattern):
+                    raise re.error("its braces hold more than a count of up to 100")
+                re.compile(pattern)  # what is only `regex`'s is an error, in PEFT, too
                 compiled = self._compiled[pattern] = regex.compile(pattern)
-            found = compiled.match(name, timeout=left_s)
+            found = compiled.fullmatch(name, timeout=left_s)
         except TimeoutError:
             raise BadAdapter(f"{self._file}: its patterns take too long to match, the last {pattern[:200]}") from None
         except (regex.error, re.error, RecursionError, MemoryError, OverflowError) as error:

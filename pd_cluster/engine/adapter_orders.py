@@ -7,13 +7,14 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from pd_cluster.errors import AdapterAbsent
-from pd_cluster.protocol.messages import AdapterLoaded, AdapterUnloaded, AddRequest, LoadAdapter, UnloadAdapter
+from pd_cluster.protocol.orders import AdapterLoaded, AdapterUnloaded, LoadAdapter, UnloadAdapter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from pd_cluster.config import LoraConfig
     from pd_cluster.engine.mailbox import Mailbox
+    from pd_cluster.protocol.messages import AddRequest
     from pd_cluster.scheduling.adapter_places import AdapterPlaces
     from pd_cluster.worker.executor import Executor
 
@@ -30,7 +31,9 @@ class AdapterOrders:
         executor: Executor,
         mailbox: Mailbox,
         fail: Callable[[str, AdapterAbsent], None],
+        clock: Callable[[], float],
     ) -> None:
+        self._clock, self._begun_s = clock, dict[str, float]()
         self._config, self._places, self._executor, self._mailbox, self._fail = config, places, executor, mailbox, fail
         self._paths: dict[str, str] = {}  # of the known ones, and of those that are read for an order
         self._most = int(config.lora_host_gb * 1e9)
@@ -76,7 +79,7 @@ class AdapterOrders:
         for digest in [digest for digest in self._leaving if not places.num_live[digest]]:
             self._leaving.discard(digest)
             places.forget(digest)
-            self._executor.drop_adapter(digest)
+            self._executor.adapters.drop(digest)
             del self._paths[digest], self._num_bytes[digest]
             self._mailbox.send(AdapterUnloaded(digest))
 
@@ -93,24 +96,26 @@ class AdapterOrders:
         """On a thread of each rank, unless that is under way."""
         if digest in self._reading:
             return
-        self._reading[digest] = []
+        self._reading[digest], self._begun_s[digest] = [], self._clock()
 
         def done(error: str, num_bytes: int) -> None:
             self._told.append((digest, error, num_bytes))
             self._mailbox.wake()
 
-        self._executor.read_adapter(digest, self._paths[digest], done)
+        self._executor.adapters.read(digest, self._paths[digest], done)
 
     def _take_read(self, digest: str, error: str, num_bytes: int) -> None:
         """All ranks have read an adapter, of so many bytes on one, or some could not."""
-        places = self._places
+        places, took_s = self._places, self._clock() - self._begun_s.pop(digest)
+        if not error:
+            places.read_s = (places.read_s + took_s) / 2 if places.read_s else took_s
         is_known = digest in places.in_host
         if not error and not is_known and digest not in self._paths:
             error = "it was unloaded while it was read"
         if not error and num_bytes > self._most:
             error = f"it has {num_bytes} bytes, and --lora-host-gb allows {self._most}"
         if error:
-            self._executor.drop_adapter(digest)
+            self._executor.adapters.drop(digest)
             if is_known:
                 logger.warning("an adapter cannot be read again: %s", error)
                 self._fail(digest, AdapterAbsent("this node could not read the adapter's files again"))
@@ -122,11 +127,11 @@ class AdapterOrders:
         for other in places.droppable:
             if self._num_held() <= self._room(digest):
                 break
-            self._executor.drop_adapter(other)
+            self._executor.adapters.drop(other)
             places.in_host[other] = False
         places.in_host[digest] = self._num_held() <= self._room(digest)
         if not places.in_host[digest]:
-            self._executor.drop_adapter(digest)
+            self._executor.adapters.drop(digest)
         if not is_known:
             self._mailbox.send(AdapterLoaded(digest))
 

@@ -19,8 +19,6 @@ from pd_cluster.engine.step_timing import FROZEN_S
 from pd_cluster.errors import EngineFrozen, EngineLost, EngineUnavailable, PdError
 from pd_cluster.protocol.messages import (
     Abort,
-    AdapterLoaded,
-    AdapterUnloaded,
     AddRequest,
     EngineDied,
     EngineNews,
@@ -39,6 +37,7 @@ from pd_cluster.protocol.messages import (
     TokensOut,
     Work,
 )
+from pd_cluster.protocol.orders import AdapterLoaded, AdapterUnloaded
 from pd_connectors.protocol.clock import PatientClock
 
 if TYPE_CHECKING:

@@ -17,17 +17,17 @@ from __future__ import annotations
 
 import logging
 import time
-from copy import deepcopy
-from math import inf
 from typing import TYPE_CHECKING
 
 from pd_cluster.engine.adapter_orders import AdapterOrders
 from pd_cluster.engine.admission import Admission, refusal
 from pd_cluster.engine.disk_tier import DiskTier
 from pd_cluster.engine.kv_transfers import KvTransfers
+from pd_cluster.engine.live_requests import LiveRequests
 from pd_cluster.engine.news_report import NewsReport
 from pd_cluster.engine.pipeline import Pipeline
 from pd_cluster.engine.replies import Replies
+from pd_cluster.engine.role_targets import RoleTargets
 from pd_cluster.engine.speculating import make_speculation
 from pd_cluster.engine.stats_report import StatsReport
 from pd_cluster.engine.step_timing import StepForecast
@@ -36,20 +36,15 @@ from pd_cluster.protocol.messages import (
     HEARTBEAT_S,
     Abort,
     AddRequest,
-    LoadAdapter,
     PrefillLocally,
     ReleaseLease,
     ReportNews,
-    ResetCache,
-    SetRole,
     SilenceAllowed,
-    StartProfile,
-    StopProfile,
     ToEngine,
-    UnloadAdapter,
     UseTicket,
     Work,
 )
+from pd_cluster.protocol.orders import LoadAdapter, ResetCache, SetRole, StartProfile, StopProfile, UnloadAdapter
 from pd_cluster.scheduling.adapter_places import AdapterPlaces
 from pd_cluster.scheduling.block_manager import BlockManager
 from pd_cluster.scheduling.queue_order import Fifo, Shortest
@@ -67,7 +62,6 @@ if TYPE_CHECKING:
     from pd_cluster.engine.mailbox import Mailbox
     from pd_cluster.scheduling.batch import Batch
     from pd_cluster.scheduling.drafts import Drafter
-    from pd_cluster.scheduling.sequence import Request
     from pd_cluster.worker.disk_cache.disk_cache import DiskCache
     from pd_cluster.worker.executor import Executor
     from pd_connectors.base import Connector
@@ -81,7 +75,7 @@ LATE_MASK = f"the mask of the grammar was not computed within {UNREADY_DEADLINE_
 
 
 class EngineCore:
-    """Owns the scheduler and the live requests; drives the executor and the connector. The caller closes these two."""
+    """Owns the scheduler and the loop's parts; drives the executor and the connector. The caller closes these two."""
 
     def __init__(
         self,
@@ -104,10 +98,11 @@ class EngineCore:
         self._clock = clock
         self._blocks = self._make_blocks(config)
         self._step_model = StepModel(executor.model.step_times)
-        self._targets = Targets.of(config.scheduler)
-        self._step_budget = StepBudget(self._targets, self._step_model, clock, lambda: self._pipeline.busy_s)
-        self._room = StreamRoom(self._targets.tpot_s, config.scheduler.max_num_seqs, self._step_model, clock)
-        self._set_role(config.server.role)
+        targets = Targets.of(config.scheduler)
+        self._step_budget = StepBudget(targets, self._step_model, clock, lambda: self._pipeline.busy_s)
+        self._room = StreamRoom(targets.tpot_s, config.scheduler.max_num_seqs, self._step_model, clock)
+        self._role = RoleTargets(targets, self._step_budget, self._room, self._step_model, executor.model)
+        self._role.take(config.server.role)
         self._places = AdapterPlaces(config.lora.lora_slots)
         self._scheduler = self._make_scheduler(config, drafter)
         self._admission = Admission(
@@ -123,19 +118,19 @@ class EngineCore:
             self._disk = DiskTier(
                 disk, self._blocks, self._scheduler, executor.host_block, self._step_model.prefill_s, clock
             )
-        self._replies = replies = Replies(mailbox, self._forget)
+        self._replies = replies = Replies(mailbox, lambda request: self._live.forget(request))
         self._transfers = KvTransfers(
             connector, self._scheduler, mailbox.send, replies.report, connector.pool, config.model.logits_stages,
             self._disk, keeps_states=self._blocks.states is not None,
             may_give_up=config.handoff.on_load_failure in ("any", "local"),
         )  # fmt: skip
-        self._adapters = AdapterOrders(config.lora, self._places, executor, mailbox, self._fail_all)
+        self._live = LiveRequests(self._scheduler, self._transfers, replies, mailbox)
+        self._adapters = AdapterOrders(config.lora, self._places, executor, mailbox, self._live.fail_all, clock)
         self._pipeline = self._make_pipeline(config)
         self._news = NewsReport(
             self._scheduler, self._blocks, self._pipeline, self._step_model, self._room, self._step_budget,
-            mailbox, clock,
+            mailbox, clock, self._places,
         )  # fmt: skip
-        self._requests: dict[str, Request] = {}
         self._stopping = False
         parts = self._scheduler, self._blocks, self._pipeline, self._transfers
         self._stats = StatsReport(*parts, connector, self._disk, mailbox, clock, self._places)
@@ -175,28 +170,9 @@ class EngineCore:
             eos_token_ids=model.eos_token_ids,
             retract=self._connector.retract,
             clock=self._clock,
-            speculation=make_speculation(
-                config, drafter, self._executor, self._step_model, lambda: self._pipeline.gap_s
-            ),
+            speculation=make_speculation(config, drafter, self._executor, self._step_model, lambda: self._pipeline),
             adapters=self._places,
         )
-
-    def _set_role(self, role: str) -> None:
-        """A prefill node's prompts come first: its streams wait for a step as long as the target of gaps allows.
-
-        What no client asks for is decided on a decode node by the steps at start. One that measured none and has taken
-        the role by order goes by the steps that it has had, if it knows them: 8B's are not its own. A prefill node
-        keeps no stream before its steps are known, and none on a CPU, where each token of a stream takes as long as one
-        of a prompt.
-        """
-        self._room.prompts_first = role == "prefill"
-        budget, model = self._step_budget, self._executor.model
-        is_live = self._targets != Targets(self._targets.ttft_s) or role == "prefill"
-        has_own = not model.step_times and self._step_model.knows_prompts
-        of_start = deepcopy(self._step_model) if has_own else StepModel(model.step_times)
-        budget.model = self._step_model if is_live else of_start
-        budget.targets = self._targets.on(role, model.device, budget.model, model.spec.keys_per_token)
-        self._room.gap_s = inf if model.device == "cpu" else budget.targets.itl_s
 
     def stop(self) -> None:
         """End `run` after the current step. May be called from a signal handler or another thread."""
@@ -227,7 +203,7 @@ class EngineCore:
         self._replies.tell()
         self.settle()
         self._mailbox.flush()  # closing may take seconds
-        logger.info("stopping with %d requests", len(self._requests))
+        logger.info("stopping with %d requests", len(self._live))
 
     def turn(self) -> bool:
         """Make one turn. Returns False if there was nothing to compute: then wait for a message or an event."""
@@ -267,9 +243,10 @@ class EngineCore:
         scheduler = self._scheduler
         self._blocks.host.grow(self._executor.num_host_blocks)
         scheduler.sit_out(self._pipeline.absent)
-        if unready := scheduler.unready:
-            for seq_id in scheduler.note_ready(self._executor.ready(unready, self._mailbox.wake)):
-                self._fail(seq_id, Overloaded(LATE_MASK))
+        if unready := scheduler.unready.wanted:
+            ready = self._executor.ready(unready, self._mailbox.wake)
+            for seq_id in scheduler.unready.note_ready(ready, self._clock()):
+                self._live.fail(seq_id, Overloaded(LATE_MASK))
         batch = scheduler.schedule()
         self._adapters.read_wanted()
         return batch
@@ -311,7 +288,7 @@ class EngineCore:
         batch, result = self._pipeline.retire()
         self._stats.note(batch)
         for seq_id, error in result.failures.items():
-            self._fail(seq_id, error)
+            self._live.fail(seq_id, error)
         publishes = self._scheduler.publishes(batch, result)
         updates = self._scheduler.update(batch, result)
         prefilled = [update for update in updates if update.request.work is Work.PREFILL and update.prompt is None]
@@ -333,7 +310,7 @@ class EngineCore:
             case PrefillLocally():
                 self._transfers.prefill_locally(message.request_id)
             case Abort():
-                self._abort(message)
+                self._live.abort(message)
             case ReleaseLease():
                 self._transfers.release(message.lease_id)
             case ReportNews():
@@ -341,7 +318,7 @@ class EngineCore:
             case ResetCache():
                 self._blocks.forget_unused()
             case SetRole():
-                self._set_role(message.role)
+                self._role.take(message.role)
             case LoadAdapter() | UnloadAdapter():
                 self._adapters.take(message)
             case StartProfile():
@@ -353,53 +330,13 @@ class EngineCore:
         self._news.num_taken += 1
         try:
             self._adapters.check(message)
-            request = self._admission.request(message)
-            self._transfers.admit(request)
+            self._live.add(self._admission.request(message))
         except PdError as error:
             self._mailbox.send(refusal(message, error))
-        else:
-            if not request.finished:
-                self._requests[message.request_id] = request
-
-    def _abort(self, message: Abort) -> None:
-        request = self._requests.get(message.request_id)
-        if request is None:
-            return
-        live = [seq.index for seq in request.sequences if seq.finish_reason is None]
-        if message.index is None or live == [message.index]:
-            self._transfers.revoke(request)
-        update = self._scheduler.abort(request, message.index, message.reason)
-        if update is not None:
-            self._replies.report(update)
-
-    def _fail(self, seq_id: int, error: PdError) -> None:
-        """End the request of a sequence that cannot go on. Does nothing for a sequence that has ended already."""
-        request = self._scheduler.request_of(seq_id)
-        if request is None:
-            return
-        self._replies.tell()
-        self._transfers.revoke(request)
-        self._scheduler.abort(request)
-        self._mailbox.send(refusal(request.message, error))
-        self._forget(request)
-
-    def _fail_all(self, adapter: str, error: PdError) -> None:
-        """End the requests that have this adapter."""
-        for request in [one for one in self._requests.values() if one.message.adapter == adapter]:
-            for seq in [one for one in request.sequences if one.finish_reason is None][:1]:  # one may end just now
-                self._fail(seq.seq_id, error)
-
-    # ends
-
-    def _forget(self, request: Request) -> None:
-        self._transfers.forget(request)
-        self._requests.pop(request.request_id, None)
-        # Sequences and request refer to each other: without this only a garbage collection frees them
-        request.sequences, request.beams = [], None
 
     def settle(self) -> None:
         """Check that no block is lost, and send statistics. Called when the engine has nothing to do."""
-        if self._scheduler.idle and not self._requests:
+        if self._scheduler.idle and not self._live:
             self._scheduler.check()
         self._stats.send()
         self._mailbox.flush()

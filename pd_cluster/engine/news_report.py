@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from pd_cluster.engine.mailbox import Mailbox
     from pd_cluster.engine.pipeline import Pipeline
     from pd_cluster.protocol.messages import ReportNews
+    from pd_cluster.scheduling.adapter_places import AdapterPlaces
     from pd_cluster.scheduling.block_manager import BlockManager
     from pd_cluster.scheduling.scheduler import Scheduler
     from pd_cluster.scheduling.step_budget import StepBudget
@@ -45,6 +46,7 @@ class NewsReport:
         budget: StepBudget,
         mailbox: Mailbox,
         clock: Callable[[], float],
+        adapters: AdapterPlaces,
     ) -> None:
         self._scheduler = scheduler
         self._news, self._host, self._copies = blocks.news, blocks.host, blocks.copies
@@ -55,7 +57,7 @@ class NewsReport:
         self._room = room
         self._budget = budget
         self._mailbox = mailbox
-        self._clock = clock
+        self._clock, self._adapters = clock, adapters
         self.num_taken = 0  # AddRequests
         self._sent: tuple[int, NodeLoad, int, int] | None = None
         self._step_tokens = self._share = 0
@@ -106,7 +108,7 @@ class NewsReport:
             step_keys=self._budget.step_keys(load.num_running, share) if share else 0,
             num_context=num_context, context_s=model.context_s if model.is_fitted else 0.0,
             host_token_s=self._host_token_s(has_streams=share > 0),
-            prompts_share=self._room.share,
+            prompts_share=self._room.share, adapter_s=self._adapters.read_s,
         )  # fmt: skip
         return self._room.filled_in(load, num_streams, num_promised)
 

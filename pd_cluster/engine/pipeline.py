@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from pd_cluster.worker.executor import Executor, Pending
     from pd_connectors.base import LoadSpec, WorkerHalf
 
+LATE_MEMORY, MOST_IN_TIME = 0.1, 0.5  # of the last steps, some ten count
+
 
 @dataclass(slots=True)
 class Flight:
@@ -84,6 +86,7 @@ class Pipeline:
         self.num_retired = 0
         self._retired_s = 0.0
         self._was_over = False  # the step that retired last, before the host looked
+        self._late_share = 0.0  # of steps without drafts, those that were over before the host looked
         self._was_uncertain = False  # the step that retired last
         self._timing = StepTiming()
         self._unlearned: list[tuple[Flight, StepResult, float, bool]] = []  # retired: seconds, and whether exact
@@ -140,6 +143,11 @@ class Pipeline:
         0 where it does so after every step.
         """
         return 0.0 if self.depth == 1 else self._timing.gap_s
+
+    @property
+    def is_late(self) -> bool:
+        """Whether most steps were over before the host looked: what it does then makes each step longer."""
+        return self._late_share > MOST_IN_TIME
 
     @property
     def busy_s(self) -> float:
@@ -208,6 +216,8 @@ class Pipeline:
         is_exact = is_exact and not (self.depth > 1 and flight.gap_s and is_of_decodes)
         is_exact = is_exact and not flight.batch.copies.may_outlast
         self._was_over, self._was_uncertain = was_over, flight.is_uncertain
+        if not flight.is_uncertain:
+            self._late_share += LATE_MEMORY * (was_over - self._late_share)
         self._unlearned.append((flight, result, duration_s, is_exact))
         self.total_s += duration_s
         self._retired_s = now_s

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
+    from pd_cluster.models.quantization import QuantizationSpec
+    from pd_cluster.models.spec import ExpertsSpec
+
 _NOT_SERVED = {
     "attn_logit_softcapping": "a soft cap on scores is",
     "final_logit_softcapping": "a soft cap on logits is",
@@ -102,20 +105,9 @@ def read_spec(directory: Path, rules: ConfigRules, config: Mapping[str, Any]) ->
     if not is_counted and not _is_default_rope(reader, rules):
         max_len = scaled_length(max_len, _rope_settings(reader, rules)[1])
     head_dim = reader.integer("head_dim", own_dim or hidden_size // num_heads)
-    quantization, experts = read_quantization(directory, config), None
-    if rules.experts is not None:
-        _refuse_beside_experts(reader, rules)
-        experts = read_experts(reader, rules.experts, num_layers)
-    # MiniMax-M2's config names no dtype; what a float8 checkpoint does not quantize is bfloat16
-    dtype = reader.optional("torch_dtype", "bfloat16" if quantization else "float32")
-    is_biased = experts is not None and experts.is_biased
+    quantization, experts, dtype = _read_weights(reader, rules, directory, config, num_layers)
     is_everywhere = rules.experts is not None and rules.experts.is_everywhere
     no_dense = experts.size if experts is not None and is_everywhere else None  # of feed-forwards: any size
-    if quantization is not None and quantization.scales in BYTES_OF_FORM:
-        form, quantization = quantization.scales.value, None
-        reader.refuse("quantization_config", not is_biased, f"{form} is served in gpt-oss only")
-        experts = experts and replace(experts, form=form)
-    reader.refuse("quantization_config", quantization is not None and is_biased, "float8 weights of gpt-oss are not")
     spec = ModelSpec(
         architecture=str(config["architectures"][0]),
         vocab_size=reader.integer("vocab_size"),
@@ -148,6 +140,25 @@ def read_spec(directory: Path, rules: ConfigRules, config: Mapping[str, Any]) ->
     if rules.latent is None:
         return spec
     return with_latent(spec, reader, rules.latent, *_rope_settings(reader, rules))
+
+
+def _read_weights(
+    reader: ConfigReader, rules: ConfigRules, directory: Path, config: Mapping[str, Any], num_layers: int
+) -> tuple[QuantizationSpec | None, ExpertsSpec | None, object]:
+    """How weights are quantized, the experts, and the type of the others."""
+    quantization, experts = read_quantization(directory, config), None
+    if rules.experts is not None:
+        _refuse_beside_experts(reader, rules)
+        experts = read_experts(reader, rules.experts, num_layers)
+    # MiniMax-M2's config names no dtype; what a float8 checkpoint does not quantize is bfloat16
+    dtype = reader.optional("torch_dtype", "bfloat16" if quantization else "float32")
+    is_biased = experts is not None and experts.is_biased
+    if quantization is not None and quantization.scales in BYTES_OF_FORM:
+        form, quantization = quantization.scales.value, None
+        reader.refuse("quantization_config", not is_biased, f"{form} is served in gpt-oss only")
+        experts = experts and replace(experts, form=form)
+    reader.refuse("quantization_config", quantization is not None and is_biased, "float8 weights of gpt-oss are not")
+    return quantization, experts, dtype
 
 
 def _refuse_settings(reader: ConfigReader, rules: ConfigRules, config: Mapping[str, Any]) -> None:

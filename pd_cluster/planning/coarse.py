@@ -9,10 +9,12 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from enum import Enum
-from math import inf
+from math import exp, inf
 from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
+from pd_cluster.planning.device import HEAT_S, HEAVY_TOKENS
+from pd_cluster.scheduling.queue_order import AGEING
 from pd_cluster.scheduling.step_model import StepWork, keys_of
 from pd_cluster.scheduling.targets import AIM
 
@@ -25,9 +27,12 @@ if TYPE_CHECKING:
     from pd_cluster.planning.role_counts import RoleCounts
     from pd_cluster.planning.simulated_cluster import RoleDevices
 
-ROUND = 64  # tokens of prompts that a step beside streams takes, at least and in multiples
+SIZES = (64, 128, 192, 256, 320, 384, 448, 512, 768, 1024, 1536, 2048)  # tokens of prompts of a step beside streams
 GAP = 3  # times the target of a stream's time per token that one step may take
-LEAST_SAVED_S, LEAST_SHARE = 1e-6, 0.1  # of the steps, with prompts that wait
+LEAST_SHARE = 0.1  # of the steps, with prompts that wait
+OWED = 2  # steps that a new stream lets prompts take beyond its target: late ones may (`step_budget.DEBT`)
+SPREAD = 2  # steps over which what is saved is spent
+MOST_SAVED = 8  # steps that streams are ahead of their target, more count as these
 ROUGH = 4096  # tokens of context between which steps are not told apart
 SPILL = 1.5  # a node that also decodes reads a prompt if it is so many times as soon
 
@@ -45,62 +50,72 @@ class CoarseServed(NamedTuple):
 class CoarseNode:
     """Its streams advance by one token a step; its prompts, one after the other, by what a step takes of them."""
 
-    def __init__(self, device: Device, tpot_s: float, *, reads_only: bool) -> None:
-        self._device, self._tpot_s, self.reads_only = device, tpot_s, reads_only
+    def __init__(self, device: Device, tpot_s: float) -> None:
+        self._device, self._tpot_s = device, tpot_s
         self.token_s = device.seconds(StepWork(num_tokens=device.step_tokens)) / device.step_tokens
         far = StepWork(num_tokens=device.step_tokens, num_keys=device.step_tokens * 8192)
         self._key_s = (device.seconds(far) / device.step_tokens - self.token_s) / 8192
         self.num_streams = self.context = 0
         self.step_s, self._step_tokens = inf, 0.0
-        self._tokens = self._read = self._asked = self._at_s = 0.0  # of a stream since the start; of prompts, and asked
+        self._tokens = self._at_s = 0.0  # of a stream since the start
+        self._left = self._queued = 0.0  # tokens of the prompt that is read, and of those that wait
+        self._reading = -1  # request; -1: none
         self._streams: list[tuple[float, int, int]] = []  # heap: the token at which it ends, request, context
-        self._prompts: deque[tuple[float, int]] = deque()
-        self._saved_s = 0.0  # by which streams are within their target, of all of them: prompts may take it
+        self._waiting: list[tuple[float, float, int]] = []  # heap, as `Shortest` orders: place, tokens, request
+        self._warmth = 0.0  # 1: it has had full steps of prompts for long
+        self._mean_s = AIM * tpot_s  # of steps, that streams are to have
+        self._slack_s = 0.0  # by which the latest stream is ahead of that: prompts may take it
         self.version = 0  # of its next event
-        self._steps: dict[tuple[int, int, bool, bool], tuple[float, float]] = {}
+        self._steps: dict[tuple[int, int, bool, int], tuple[float, float]] = {}
         self._with_one: dict[tuple[int, int], float] = {}  # seconds, by streams and context
         self.refresh()
 
     def wait_s(self, num_tokens: int, now_s: float) -> float:
         """Until a prompt that comes now is read."""
-        ahead = self._asked - self._read
+        ahead = self._left + self._queued
         if ahead:
             ahead = max(0.0, ahead - (now_s - self._at_s) / self.step_s * self._step_tokens)
         return (ahead + num_tokens) * self._read_s
 
     def read(self, request: int, num_tokens: int) -> None:
-        """Of a prompt: keys count as tokens, and a short one as long as its step."""
+        """Of a prompt: keys count as tokens, and a short one that comes alone as long as its step."""
+        is_free = self._reading < 0
         alone_s = self._device.seconds(StepWork(num_tokens=min(num_tokens, self._device.step_tokens)))
-        tokens = max(num_tokens, alone_s / self.token_s * (not self._prompts))
-        self._asked += tokens + keys_of(num_tokens, 0) * self._key_s / self.token_s
-        self._prompts.append((self._asked, request))
+        tokens = max(num_tokens, alone_s / self.token_s * is_free) + keys_of(num_tokens, 0) * self._key_s / self.token_s
+        if is_free:
+            self._reading, self._left = request, tokens
+        else:
+            heapq.heappush(self._waiting, (self._at_s + tokens * self.token_s / AGEING, tokens, request))
+            self._queued += tokens
 
     def begin(self, request: int, num_tokens: int, context: int) -> None:
         heapq.heappush(self._streams, (self._tokens + num_tokens, request, context))
         self.num_streams += 1
         self.context += context
+        self._slack_s = min(self._slack_s, OWED * self._mean_s)
 
     def advance(self, now_s: float) -> None:
         if self.step_s != inf:
             num = (now_s - self._at_s) / self.step_s
             self._tokens += num
             if self._tpot_s < inf:
-                self._saved_s = max(0.0, self._saved_s + num * self.num_streams * (AIM * self._tpot_s - self.step_s))
-            self._read = min(self._asked, self._read + num * self._step_tokens)
+                self._slack_s = max(0.0, self._slack_s + num * (self._mean_s - self.step_s))
+            self._left = max(0.0, self._left - num * self._step_tokens)
+        self._warmth += (1 - exp((self._at_s - now_s) / HEAT_S)) * (self._heavy(self._step_tokens) - self._warmth)
         self._at_s = now_s
 
     def next_s(self) -> tuple[float, Ended]:
         """When what ends next ends, and what it is. After each change."""
         self.version += 1
-        self.step_s, self._step_tokens = self._pace(is_reading=bool(self._prompts))
+        self.step_s, self._step_tokens = self._pace(is_reading=self._reading >= 0)
         self.refresh()
-        steps = (self._prompts[0][0] - self._read) / self._step_tokens if self._prompts else inf
+        steps = self._left / self._step_tokens if self._reading >= 0 else inf
         ends = self._streams[0][0] - self._tokens if self._streams else inf
         found = min(steps, ends)
         if found == inf:
             return inf, Ended.NOTHING
-        if self._prompts and self._saved_s and (late_s := self.step_s - AIM * self._tpot_s) > 0:
-            spent = self._saved_s / (late_s * max(1, self.num_streams))
+        if self._step_tokens and (saved := self._saved) and (late_s := self.step_s - self._mean_s) > 0:
+            spent = (self._slack_s - (saved - 1) * self._mean_s) / late_s  # until so much less is saved
             if spent < found:
                 return self._at_s + spent * self.step_s, Ended.NOTHING
         return self._at_s + max(0.0, found) * self.step_s, Ended.PROMPT if steps < ends else Ended.STREAM
@@ -115,22 +130,34 @@ class CoarseNode:
         self._read_s, self.stream_s = step_s / tokens, self._with_one[num, context]
 
     def end_prompt(self) -> int:
-        self._read, request = self._prompts.popleft()
+        request, self._reading, self._left = self._reading, -1, 0.0
+        if self._waiting:
+            _, self._left, self._reading = heapq.heappop(self._waiting)
+            self._queued = max(0.0, self._queued - self._left)
         return request
 
     def end_stream(self) -> int:
         self._tokens, request, context = heapq.heappop(self._streams)
-        self._saved_s *= 1 - 1 / self.num_streams
         self.num_streams -= 1
         self.context -= context
         return request
 
     def _pace(self, *, is_reading: bool) -> tuple[float, float]:
         """Seconds of a step, and prompt tokens in it."""
-        key = self.num_streams, self.context // ROUGH, is_reading, self._saved_s > LEAST_SAVED_S
+        key = self.num_streams, self.context // ROUGH, is_reading, self._saved
         if key not in self._steps:
             self._steps[key] = self._step(is_reading=is_reading)
-        return self._steps[key]
+        step_s, tokens = self._steps[key]
+        if tokens and self._device.heat:
+            step_s *= 1 + self._device.heat * (self._warmth + self._heavy(tokens)) / 2
+        return step_s, tokens
+
+    @property
+    def _saved(self) -> int:
+        return min(MOST_SAVED, int(self._slack_s / self._mean_s)) if self._slack_s else 0
+
+    def _heavy(self, num_tokens: float) -> float:
+        return min(1.0, num_tokens / HEAVY_TOKENS)
 
     def _step(self, *, is_reading: bool) -> tuple[float, float]:
         device, num, context = self._device, self.num_streams, self.context
@@ -138,18 +165,19 @@ class CoarseNode:
             return (device.seconds(StepWork(num, context)), 0.0) if num else (inf, 0.0)
         if not num:
             return self.token_s * device.step_tokens, float(device.step_tokens)
-        most, mean_s = device.step_tokens - num, AIM * self._tpot_s
-        alone_s = device.seconds(StepWork(num, context))
+        most, alone_s = device.step_tokens - num, device.seconds(StepWork(num, context))
         if self._tpot_s == inf:
             return device.seconds(StepWork(num, context, most)), float(most)
-        sizes = (ROUND << shift for shift in range(6))
-        fitting = [
-            size for size in sizes if size <= most and device.seconds(StepWork(num, context, size)) <= GAP * mean_s
-        ]
-        size = max(fitting, default=ROUND)
-        full_s = device.seconds(StepWork(num, context, size))
-        is_saved = full_s <= mean_s or self._saved_s > LEAST_SAVED_S
-        share = 1.0 if is_saved else max(LEAST_SHARE, (mean_s - alone_s) / (full_s - alone_s))  # of steps with prompts
+        timed = [(size, device.seconds(StepWork(num, context, size))) for size in SIZES if size <= most]
+        fitting = [pair for pair in timed if pair[1] <= GAP * self._mean_s] or timed[:1]
+        # The most tokens in time: small sizes in all steps where their tokens are the cheapest, else large ones in some
+        paces = [self._evenly(alone_s, full_s, size) for size, full_s in fitting]
+        return max(paces, key=lambda pace: pace[1] / pace[0], default=(alone_s, 1.0))
+
+    def _evenly(self, alone_s: float, full_s: float, size: int) -> tuple[float, float]:
+        """Seconds and tokens of a mean step, if so many have prompts as the streams' slack allows."""
+        allowed_s = self._mean_s * (1 + self._saved / SPREAD)
+        share = min(1.0, max(LEAST_SHARE, (allowed_s - alone_s) / (full_s - alone_s)))
         return alone_s + share * (full_s - alone_s), share * size
 
 
@@ -157,9 +185,9 @@ def serve_coarsely(
     arrivals: Sequence[Arrival], roles: RoleCounts, devices: RoleDevices, ttft_s: float, tpot_s: float, delays: Delays
 ) -> list[CoarseServed]:
     """What becomes of each request, in the order of their ends."""
-    prefills = [CoarseNode(devices.prefill, tpot_s, reads_only=True) for _ in range(roles.prefill)]
-    others = [CoarseNode(devices.decode, tpot_s, reads_only=False) for _ in range(roles.decode)]
-    others += [CoarseNode(devices.mixed, tpot_s, reads_only=False) for _ in range(roles.mixed)]
+    prefills = [CoarseNode(devices.prefill, tpot_s) for _ in range(roles.prefill)]
+    others = [CoarseNode(devices.decode, tpot_s) for _ in range(roles.decode)]
+    others += [CoarseNode(devices.mixed, tpot_s) for _ in range(roles.mixed)]
     served, first_s, ends = list[CoarseServed](), dict[int, float](), list[tuple[float, int, int, Ended]]()
     nodes, joins = [*prefills, *others], list[tuple[float, int, int]]()
     places = {id(node): at for at, node in enumerate(nodes)}

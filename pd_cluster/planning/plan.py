@@ -47,7 +47,7 @@ def run_plan(namespace: argparse.Namespace) -> int:
     settings = settings_of(namespace.gpus, sorted(tables), namespace.gpus_per_host)
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        tasks = {what: bar.add_task(what, total=None) for what in ("coarse", "fine", "rates")}
+        tasks = {what: bar.add_task(what, total=None) for what in ("coarse", "fine", "draws", "rates")}
 
         def progress(what: str, total: int) -> None:
             bar.update(tasks[what], advance=1, total=total)

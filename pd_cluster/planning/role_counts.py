@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import re
 from typing import NamedTuple
 
 from pd_cluster.errors import StartupError
-
-_NAME = re.compile(r"(?=.)(?:([1-9]\d*)P)?(?:([1-9]\d*)D)?(?:\+?([1-9]\d*)M)?")
 
 
 class RoleCounts(NamedTuple):
@@ -17,22 +14,10 @@ class RoleCounts(NamedTuple):
     decode: int = 0
     mixed: int = 0
 
-    @classmethod
-    def parse(cls, name: str) -> RoleCounts:
-        """ "2P1D", "4M" or "1P2D+1M". Raises StartupError."""
-        found = _NAME.fullmatch(name)
-        roles = cls(*(int(number or 0) for number in found.groups())) if found else cls()
-        roles.check(name)
-        return roles
-
-    def check(self, name: str = "") -> None:
+    def check(self) -> None:
         """Raises StartupError if no node decodes."""
         if min(self) < 0 or not self.decode + self.mixed:
-            raise StartupError(f"{name or self.name!r} has no node that decodes, or is not like 2P1D, 4M or 1P2D+1M")
-
-    @property
-    def total(self) -> int:
-        return sum(self)
+            raise StartupError(f"{self.name!r} has no node that decodes")
 
     @property
     def name(self) -> str:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from pd_cluster.bench.workload import Arrival
     from pd_cluster.planning.device import Device
     from pd_cluster.planning.role_counts import RoleCounts
-    from pd_router.nodes.node_table import Node
+    from pd_router.nodes.node import Node
 
 WARM = 0.2  # of the time of arrivals, in which an empty cluster fills
 RETRY_S = 0.005  # until a decode node asks for memory again
@@ -68,10 +68,6 @@ class Served:
     def tpot_ms(self) -> float:
         num = len(self.tokens_s) - 1
         return 1e3 * (self.tokens_s[-1] - self.tokens_s[0]) / num if num else 0.0
-
-    @property
-    def gaps_ms(self) -> list[float]:
-        return [1e3 * (b - a) for a, b in zip(self.tokens_s, self.tokens_s[1:], strict=False)]
 
 
 class SimulatedCluster:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from pd_cluster.config import SchedulerConfig
-from pd_cluster.planning.device import steps_at_start
+from pd_cluster.planning.device import HEAT_S, HEAVY_TOKENS, steps_at_start
 from pd_cluster.planning.event_queue import EventQueue
 from pd_cluster.scheduling.batch import StepResult
 from pd_cluster.scheduling.block_manager import BlockManager
@@ -35,8 +35,6 @@ if TYPE_CHECKING:
 DRAWN = 7  # every token of every answer
 NO_TARGETS = Targets()
 HOST_BYTES_S = 50e9  # of copies, one way; measured: 53
-# A device forgets its heat in this time (two steps of 2,048 tokens take 86 ms from cool and 97 back to back, 8B, H200)
-HEAT_S, HEAVY_TOKENS = 0.15, 1024
 NOISE, LEAD_S = 0.02, 0.7e-3  # of a step; planning begins so long before the running step ends
 
 

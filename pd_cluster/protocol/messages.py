@@ -1,9 +1,8 @@
 """Messages between the API process and the engine process (msgspec over ZMQ).
 
-    API -> engine   AddRequest, UseTicket, PrefillLocally, Abort, ReleaseLease, ResetCache, StartProfile, StopProfile,
-                    ReportNews, LoadAdapter, UnloadAdapter
+    API -> engine   AddRequest, UseTicket, PrefillLocally, Abort, ReleaseLease, ReportNews, and orders
     engine -> API   EngineReady, TicketOpened, PromptLogprobs, PromptRead, TokensOut, NeedsPrefill, RequestFailed,
-                    EngineStats, EngineNews, AdapterLoaded, AdapterUnloaded, SilenceAllowed, EngineDied
+                    EngineStats, EngineNews, SilenceAllowed, EngineDied, and the ends of orders (orders.py)
 
 Every AddRequest gets exactly one terminal reply: the TokensOut with `finished` true, a PromptRead, or a RequestFailed.
 An aborted request gets its reply too (finish reason "abort").
@@ -15,6 +14,7 @@ from enum import StrEnum
 
 import msgspec
 
+from pd_cluster.protocol.orders import EngineOrder, OrderDone
 from pd_cluster.protocol.prompt_outputs import PromptOutputs, PromptToken
 from pd_cluster.protocol.sampling_params import SamplingParams
 from pd_connectors.protocol.feed import NodeLoad, StoredBlock
@@ -112,46 +112,6 @@ class ReleaseLease(msgspec.Struct, frozen=True, tag=True):
     lease_id: str
 
 
-class ResetCache(msgspec.Struct, frozen=True, tag=True):
-    """Forget the cached blocks that no request and no lease uses. Requests sent later find none of them."""
-
-
-class SetRole(msgspec.Struct, frozen=True, tag=True):
-    """Limit prompts beside decodes as a node of this role does: prefill, decode or mixed."""
-
-    role: str
-
-
-class StartProfile(msgspec.Struct, frozen=True, tag=True):
-    """Record what the worker does, until StopProfile. Ignored while it records."""
-
-
-class StopProfile(msgspec.Struct, frozen=True, tag=True):
-    """End the record and write it to a new file of this directory. Ignored when there is none."""
-
-    directory: str
-
-
-class LoadAdapter(msgspec.Struct, frozen=True, tag=True):
-    """Read an adapter on every rank, from a directory that all of them see. Answered by AdapterLoaded.
-
-    Meanwhile streams go on. One that is loaded already is answered at once. One that is being unloaded stays.
-    """
-
-    digest: str  # that the files must have
-    path: str
-
-
-class UnloadAdapter(msgspec.Struct, frozen=True, tag=True):
-    """Refuse new requests with this adapter from now on. Those that run or wait keep it.
-
-    Answered by AdapterUnloaded when the last of them has ended; at once if none has it, or it is unknown. Not answered
-    if it is loaded again before.
-    """
-
-    digest: str
-
-
 class ReportNews(msgspec.Struct, frozen=True, tag=True):
     """Send EngineNews from now on, or no more. Either way the names of all blocks are forgotten."""
 
@@ -159,20 +119,7 @@ class ReportNews(msgspec.Struct, frozen=True, tag=True):
     serial: int = 0  # the number of those before it; see `EngineNews`
 
 
-ToEngine = (
-    AddRequest
-    | UseTicket
-    | PrefillLocally
-    | Abort
-    | ReleaseLease
-    | ResetCache
-    | SetRole
-    | StartProfile
-    | StopProfile
-    | ReportNews
-    | LoadAdapter
-    | UnloadAdapter
-)
+ToEngine = AddRequest | UseTicket | PrefillLocally | Abort | ReleaseLease | ReportNews | EngineOrder
 
 
 class EngineReady(msgspec.Struct, frozen=True, tag=True):
@@ -354,19 +301,6 @@ class EngineNews(msgspec.Struct, frozen=True, tag=True):
     moved: tuple[tuple[int, int], ...] = ()  # `StoredBlock.block`, and its tier from now on
 
 
-class AdapterLoaded(msgspec.Struct, frozen=True, tag=True):
-    """Every rank has read the adapter, and requests sent from now on may name it."""
-
-    digest: str
-    error: str = ""  # why not: nothing of it was kept
-
-
-class AdapterUnloaded(msgspec.Struct, frozen=True, tag=True):
-    """No request has the adapter any more, and it is forgotten."""
-
-    digest: str
-
-
 class SilenceAllowed(msgspec.Struct, frozen=True, tag=True):
     """Sent before a step that may take long, or is warm-up: an engine that is silent for so long is not frozen yet.
 
@@ -397,8 +331,7 @@ FromEngine = (
     | RequestFailed
     | EngineStats
     | EngineNews
-    | AdapterLoaded
-    | AdapterUnloaded
+    | OrderDone
     | SilenceAllowed
     | SignOfLife
     | EngineDied

@@ -43,6 +43,7 @@ class AdapterPlaces:
         self.in_host: dict[str, bool] = {}  # the known ones
         self.num_live: Counter[str] = Counter()  # requests
         self.wanted = ""  # the first one in turn that is not in host memory
+        self.read_s = 0.0  # of files, lately; 0: not measured yet
 
     @property
     def levels(self) -> dict[str, str]:

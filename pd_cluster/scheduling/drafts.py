@@ -9,6 +9,7 @@ A sequence may have drafts while this node generates it, unless it is a beam: a 
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 from operator import add, sub
 from typing import TYPE_CHECKING, Protocol
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Protocol
 import msgspec
 
 from pd_cluster.drafting.forced import ForcedDrafts
+from pd_cluster.drafting.payoff import Payoff
 from pd_cluster.drafting.trials import Trials
 from pd_cluster.drafting.worth import EARNED, FIRST_CREDIT, LEAST_CREDIT, MOST_CREDIT, most_worth
 from pd_cluster.protocol.messages import Work
@@ -86,6 +88,8 @@ class Speculation:
     # Of a step with drafts, where steps are captured; None: all are launched. A step is captured with its drafts if it
     # is without: launched it takes 5 to 24 ms longer (8B, one H200), and no price of drafts tells it
     most_rows: int | None = None
+    is_late: Callable[[], bool] = lambda: False  # whether the device waits for the host, whatever is drafted
+    clock: Callable[[], float] = time.monotonic
 
 
 class Drafting:
@@ -104,6 +108,8 @@ class Drafting:
         self._blocks, self._memory, self._queues, self._budget = blocks, memory, queues, budget
         self._spared: list[int] | None = None  # blocks by group that a step's drafts leave; None: not counted
         self._trials = Trials()
+        self._payoff = Payoff()
+        self._token_s = 0.0  # a token more of a stream saves, in the last step with drafts
         self._forced = ForcedDrafts(speculation.forced)
         # Of sequences that may have drafts: see `worth`. What is EARNED until its next token is added at position 0,
         # so that steps without drafts change none
@@ -165,6 +171,7 @@ class Drafting:
         num_right, num_drafts = 0, len(chunk.drafts)
         if num_samples:  # or else the next step may have drafts of it already
             seq.num_uncertain, num_right, request = 0, num_samples - 1, seq.request
+            self._payoff.save(num_right * self._token_s)
             self._spend(chunk, self._prolonged - num_samples)
             self._num_drafts += num_drafts
             self._num_runs[num_right] += 1
@@ -179,9 +186,18 @@ class Drafting:
 
     def add(self, builder: BatchBuilder) -> None:
         """Turn decodes of the step, which is planned otherwise, into decodes with drafts, and order its chunks."""
-        chunks, sequences, unready, share = builder.chunks, self._queues.sequences, builder.unready, builder.prompts
         self._prolonged = 1.0
         self.settle()  # in most cases it is done
+        if not self._payoff.rests():
+            started_s = self._costs.clock()
+            self._add(builder)
+            if self._costs.is_late():
+                self._payoff.spend(self._costs.clock() - started_s)
+            else:
+                self._payoff.forget()
+
+    def _add(self, builder: BatchBuilder) -> None:
+        chunks, sequences, unready, share = builder.chunks, self._queues.sequences, builder.unready, builder.prompts
         most = min(builder.budget, builder.rows, share.cost_left if share.is_limited else builder.budget)
         if (most_rows := self._costs.most_rows) is not None:  # beside prompts they are chunks, of which it has few
             most = min(most, most_rows - len(chunks) if builder.is_of_decodes else 0)
@@ -212,6 +228,9 @@ class Drafting:
             if count:
                 chunks[at] = self._with_drafts(chunks[at], seq, offer.first(count), builder)
         self._prolonged = price.prolonged([len(chunks[at].drafts) for at, _ in decodes])  # some had no blocks
+        if self._prolonged > 1.0:
+            self._token_s = price.seconds[0] / price.num_decodes
+            self._payoff.save(price.seconds[0] * (1.0 - self._prolonged))
         several = [one for one in chunks if one.num_tokens > 1]
         if builder.num_tokens:  # some are of prompts
             several.sort(key=lambda one: not one.drafts)

@@ -12,8 +12,9 @@ from math import inf
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
+    from pd_cluster.scheduling.batch import SequenceChunk
     from pd_cluster.scheduling.sequence import Sequence
 
 PIECE = 1024  # tokens that are hashed between two looks at the clock: 50 to 80 us
@@ -35,6 +36,13 @@ class HashAhead:
         """Note that the hashes of the whole blocks of the sequence's first `num_tokens` will be needed."""
         self._expected.append((seq, num_tokens))
         self._drop_done()
+
+    def expect_prompts(self, chunks: tuple[SequenceChunk, ...], sequences: Mapping[int, Sequence]) -> None:
+        """`expect` what a step computes of prompts. `chunks`: decodes come first. `sequences`: by id."""
+        for chunk in reversed(chunks):
+            if chunk.num_tokens == 1 or chunk.drafts:
+                return
+            self.expect(sequences[chunk.seq_id], chunk.start + chunk.num_tokens)
 
     def run(self, until_s: float = inf) -> bool:
         """Hash until the clock says `until_s`, or nothing is left. Returns whether something is left.

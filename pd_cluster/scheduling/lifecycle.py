@@ -106,6 +106,21 @@ class Lifecycle:
         self.end(seq)
         return Update(request, (), finished=True, prompt=part or PromptPart())
 
+    def abort(self, request: Request, index: int | None, reason: FinishReason) -> Update | None:
+        """End the sequences of a request that go on, or the one of them with this index. None: there is none.
+
+        A beam search ends with any of its beams: a round waits for a candidate of each, and would wait for ever.
+        """
+        reports = []
+        index = None if request.beams is not None else index
+        for seq in request.sequences:
+            if seq.finish_reason is None and index in (None, seq.index):
+                seq.finish_reason = reason
+                self.end(seq)
+                if seq.index < request.sampling.n:  # the client knows no more beams
+                    reports.append(SequenceTokens(seq.index, (), reason))
+        return Update(request, tuple(reports), request.finished) if reports else None
+
     def end(self, seq: Sequence) -> None:
         """End a sequence that has its finish reason. A lead goes on while others wait for their first tokens."""
         request = seq.request

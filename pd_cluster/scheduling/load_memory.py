@@ -142,6 +142,15 @@ class LoadMemory:
             seq.num_cached_tokens = min(num_cached, seq.num_prompt_tokens)  # known tokens may be cached too
             seq.num_external_tokens = num_kept - num_cached
 
+    def hand_over(self, request: Request) -> None:
+        """Give each sequence that goes on the blocks of its loaded prompt, and let it wait for a slot."""
+        assert request.table is not None
+        for seq in request.heads:
+            seq.table = self._blocks.fork(request.table)
+            seq.num_computed_tokens = seq.num_scheduled_tokens = request.num_kept_tokens
+            seq.awaits_first_decode = True
+            self._queues.add(seq)
+
     def quarantine(self, request: Request) -> None:
         """Take the blocks of a failed load, which may still write, out of use until `BlockManager.drain`."""
         assert request.load_id is not None

@@ -11,6 +11,7 @@ to call on a request that has finished, which exactly one Update with `finished`
 
 `Scheduler` is the only class of this package that others use to change requests. Its parts share no attributes:
 
+    Arrivals    which requests are taken in                              arrivals.py
     Queues      where every sequence and parked request is; the slots        queues.py
     Turns       which sequence is next: groups share slots and memory        turns.py
     KvMemory    which of them get blocks, and which give blocks up           kv_memory.py
@@ -24,12 +25,11 @@ to call on a request that has finished, which exactly one Update with `finished`
 from __future__ import annotations
 
 import time
-from itertools import count
 from math import inf
 from typing import TYPE_CHECKING
 
-from pd_cluster.errors import Overloaded
-from pd_cluster.protocol.messages import FinishReason, SequenceTokens
+from pd_cluster.protocol.messages import FinishReason
+from pd_cluster.scheduling.arrivals import Arrivals
 from pd_cluster.scheduling.beam_sequences import BeamSequences
 from pd_cluster.scheduling.drafts import Drafting
 from pd_cluster.scheduling.hash_ahead import HashAhead
@@ -41,14 +41,13 @@ from pd_cluster.scheduling.planner import Planner
 from pd_cluster.scheduling.queues import Queues
 from pd_cluster.scheduling.sequence import KvArrival, Request, SequenceStatus
 from pd_cluster.scheduling.step_effects import StepEffects
-from pd_cluster.scheduling.turns import Turns, crowd_limit
+from pd_cluster.scheduling.turns import Turns
 from pd_cluster.scheduling.yielding import Yielding
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pd_cluster.config import SchedulerConfig
-    from pd_cluster.protocol.sampling_params import SamplingParams
     from pd_cluster.scheduling.adapter_places import AdapterPlaces
     from pd_cluster.scheduling.batch import Batch, StepResult
     from pd_cluster.scheduling.block_manager import BlockManager
@@ -85,11 +84,10 @@ class Scheduler:
         speculation: Speculation | None = None,
         adapters: AdapterPlaces | None = None,
     ) -> None:
-        self._max_waiting, self._blocks, self._clock = config.max_waiting, blocks, clock
-        self._max_model_len, self._eos_token_ids = max_model_len, eos_token_ids
-        self._order = order
+        self._blocks, self._clock = blocks, clock
         self._turns = Turns()
         self._queues = Queues(config.max_num_seqs, self._turns, adapters)
+        self.unready = self._queues.unready
         self._memory = KvMemory(blocks, self._queues, retract, clock, step_budget.model.prefill_s)
         self._load_memory = LoadMemory(blocks, self._queues, self._memory)
         self.lent = LentMemory(blocks, self._queues, self._memory, self._load_memory, clock)
@@ -102,7 +100,10 @@ class Scheduler:
         self._effects = StepEffects(self._queues, self._memory, self._life, self._beams, clock, drafting)
         self._hashes = HashAhead(blocks.block_size, clock)
         self._loads: list[LoadSpec] = []  # for the next batch
-        self._arrivals, self._seq_ids = count(), count()
+        self._arrivals = Arrivals(
+            self._queues, self._turns, order, clock, drafting,
+            max_waiting=config.max_waiting, max_model_len=max_model_len, eos_token_ids=eos_token_ids,
+        )  # fmt: skip
 
     # gauges
 
@@ -169,32 +170,16 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queue a request for prefill on this node. Raises Overloaded."""
-        self._begin(request)
+        self._arrivals.begin(request)
         self._queue_for_prefill(request)
 
     def park(self, request: Request) -> None:
         """Keep a request until its KV comes from another node or a pool. Raises Overloaded."""
-        self._begin(request)
+        self._arrivals.begin(request)
         request.table = self._blocks.open_table(reverses=request.may_sit_out)
         self._queues.park(request)
         self._load_memory.pin(request)
         self._hashes.expect(request.sequences[0], request.num_loaded_tokens)
-
-    def _begin(self, request: Request) -> None:
-        # a stream that was cut must not fail where new requests wait: it may queue up to twice the limit
-        turns, limit = self._turns, self._max_waiting * (2 if request.message.known else 1)
-        if not turns.may_queue(request.message.group or request.request_id, limit):
-            raise Overloaded(
-                f"{turns.num_queued} prompts are waiting; the queue holds {limit}, one request's {crowd_limit(limit)}"
-            )
-        request.begin(next(self._arrivals), self._clock(), self._seq_ids, self._eos_token_ids, self._max_model_len)
-        self._order.place(request)
-        self._queues.join(request)
-        if self._drafting is not None:
-            self._drafting.expect(request)
-        if request.sampling.grammar:
-            for seq in request.sequences:
-                self._queues.unready.add(seq)
 
     # parked requests
 
@@ -280,13 +265,8 @@ class Scheduler:
             self._unpark_loaded(request)
 
     def _unpark_loaded(self, request: Request) -> None:
-        """Give each sequence that goes on the prompt's blocks and let it wait for a slot."""
-        assert request.table is not None
-        for seq in request.heads:
-            seq.table = self._blocks.fork(request.table)
-            seq.num_computed_tokens = seq.num_scheduled_tokens = request.num_kept_tokens
-            seq.awaits_first_decode = True
-            self._queues.add(seq)
+        """Let the sequences of a loaded prompt wait for slots."""
+        self._load_memory.hand_over(request)
         self._unpark(request)
 
     def fall_back_to_local(self, request: Request) -> None:
@@ -316,10 +296,7 @@ class Scheduler:
         """
         loads, self._loads = self._loads, []
         batch = self._planner.plan(loads)
-        for chunk in reversed(batch.chunks):
-            if chunk.num_tokens == 1 or chunk.drafts:
-                break  # decodes come first
-            self._hashes.expect(self._queues.sequences[chunk.seq_id], chunk.start + chunk.num_tokens)
+        self._hashes.expect_prompts(batch.chunks, self._queues.sequences)
         return batch
 
     def hash_ahead(self, until_s: float = inf) -> bool:
@@ -332,16 +309,6 @@ class Scheduler:
     def sit_out(self, absent: frozenset[int]) -> None:
         """Note the sequences that get no token in the newest step. Call it before the next `schedule`. Idempotent."""
         self._effects.sit_out(absent)
-
-    @property
-    def unready(self) -> dict[int, SamplingParams]:
-        """The parameters, by sequence, of those that no step draws until `note_ready`."""
-        return self._queues.unready.wanted if self._queues.unready else {}
-
-    def note_ready(self, seq_ids: frozenset[int]) -> list[int]:
-        """Let the next step draw these sequences. -> the unready ones that have missed their deadline: end them."""
-        self._queues.unready.discard(seq_ids)
-        return self._queues.unready.overdue(self._clock())
 
     def publishes(self, batch: Batch, result: StepResult) -> tuple[PublishSpec, ...]:
         """What readers may read when the step has retired; call it before `update`."""
@@ -369,21 +336,13 @@ class Scheduler:
     ) -> Update | None:
         """End a request, or its sequence `index`, in whatever state. None when that has ended already (or never was).
 
-        A beam search ends with any of its beams: a round waits for a candidate of each, and would wait for ever.
         Blocks that a load writes are quarantined: the caller cancels the load, and calls `drain` when it has drained.
         A lease of a running PREFILL is ended by the caller *before*: its blocks are freed here.
         """
-        reports = []
-        index = None if request.beams is not None else index
-        for seq in request.sequences:
-            if seq.finish_reason is None and index in (None, seq.index):
-                seq.finish_reason = reason
-                self._life.end(seq)
-                if seq.index < request.sampling.n:  # the client knows no more beams
-                    reports.append(SequenceTokens(seq.index, (), reason))
+        update = self._life.abort(request, index, reason)
         if request.finished:
             self._unpark(request)
-        return Update(request, tuple(reports), request.finished) if reports else None
+        return update
 
     def request_of(self, seq_id: int) -> Request | None:
         """The request of a sequence; None if the sequence has ended."""

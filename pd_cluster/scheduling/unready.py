@@ -50,13 +50,14 @@ class Unready:
             self._sequences.pop(seq_id, None)
             self._since_s.pop(seq_id, None)
 
+    def note_ready(self, seq_ids: Iterable[int], now_s: float) -> list[int]:
+        """Let the next step draw these sequences. -> the unready ones that have missed their deadline: end them."""
+        self.discard(seq_ids)
+        return [seq_id for seq_id, since_s in self._since_s.items() if now_s - since_s >= UNREADY_DEADLINE_S]
+
     def holds(self, seq: Sequence, now_s: float) -> bool:
         """Whether a step must leave out this sequence, which it would compute otherwise. Notes since when."""
         is_held = seq in self and seq.num_remaining_tokens == 1
         if is_held:
             self._since_s.setdefault(seq.seq_id, now_s)
         return is_held
-
-    def overdue(self, now_s: float) -> list[int]:
-        """The sequences that were left out for UNREADY_DEADLINE_S."""
-        return [seq_id for seq_id, since_s in self._since_s.items() if now_s - since_s >= UNREADY_DEADLINE_S]

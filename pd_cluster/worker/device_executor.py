@@ -34,13 +34,13 @@ from pd_cluster.scheduling.sequence_room import cache_tokens
 from pd_cluster.worker.adapter_store import AdapterStore
 from pd_cluster.worker.capacity import longest_sequence
 from pd_cluster.worker.cuda_graphs.graph_sizes import GraphSizes
-from pd_cluster.worker.cuda_graphs.set_up import capture_steps, captured_bytes, captures_steps, choose_step_products
+from pd_cluster.worker.cuda_graphs.set_up import capture_steps, captures_steps, choose_step_products
 from pd_cluster.worker.device_plan import DevicePlan, make_place
 from pd_cluster.worker.host_link import measure_host_gb_s
-from pd_cluster.worker.kv_cache import DTYPES, KVCache, describe_slabs, host_units, make_slabs
-from pd_cluster.worker.memory_measurement import measure_free_bytes, run_largest_step
+from pd_cluster.worker.kv_cache import KVCache, describe_slabs, host_units, make_slabs
+from pd_cluster.worker.memory_measurement import bytes_for_cache, run_largest_step
 from pd_cluster.worker.model_loading import load_model
-from pd_cluster.worker.rank_frames import AdapterFrame
+from pd_cluster.worker.ranked_adapters import RankedAdapters
 from pd_cluster.worker.state import DeviceState, Weights, without_locals
 from pd_cluster.worker.step_measurement import StepTimer, measure_sizes
 from pd_cluster.worker.warm_up import NUM_BLOCKS, run_first_steps, run_steps_of_all_kinds
@@ -116,25 +116,9 @@ class DeviceLoaded(DeviceState):
     def free_kv_bytes(self) -> int:
         """Bytes that a rank can give to its cache: the minimum over the ranks."""
         with self._on_all("free_kv_bytes") as others:
-            own = self._free_bytes()
+            has_adapters = self._weights.adapters is not None
+            own = bytes_for_cache(self._plan, self._run_largest_step, has_adapters=has_adapters)
         return min(own, *others) if others else own
-
-    def _free_bytes(self) -> int:
-        plan, config, limits = self._plan, self._plan.config.cache, self._plan.config.scheduler
-        if plan.device.type == "cpu":
-            return int(config.kv_cache_gb * 1e9)
-        free = measure_free_bytes(
-            plan.layout, limits.max_num_batched_tokens, self._run_largest_step, config.gpu_memory_utilization,
-            plan.device, plan.state_views,
-        )  # fmt: skip
-        if captures_steps(limits, plan.attentions, plan.device):
-            row_bytes = plan.model.vocab_size * DTYPES[plan.model.dtype].itemsize
-            has_drafts, has_states = plan.most_drafts > 0, plan.state_views is not None
-            free -= captured_bytes(
-                limits, row_bytes, has_drafts=has_drafts, has_states=has_states,
-                has_adapters=self._weights.adapters is not None,
-            )  # fmt: skip
-        return max(0, int(free))
 
     def allocate(self, slabs: KvSlabs, num_host_blocks: int, num_later: int = 0) -> DeviceCached:
         """Allocate every rank's cache, and host blocks. `num_later`: further ones, which are pinned after `connect`.
@@ -237,6 +221,7 @@ class DeviceExecutor(DeviceState):
         super().__init__(plan, weights, runner.cache)
         self.model, self._grammars = model, plan.grammars  # `measure` completes `model`
         self._runner, self.block_size = runner, plan.layout.block_size
+        self.adapters = RankedAdapters(weights.adapters, self._ranks)
         self.slabs, self.cache = runner.cache.slabs, runner.cache.describe()
         self.start_profile, self.stop_profile = plan.profiler.start, plan.profiler.stop
         self.graph_sizes = runner.graphs.sizes  # the captured ones
@@ -345,28 +330,6 @@ class DeviceExecutor(DeviceState):
 
     def take_forced(self) -> Sequence[ForcedTokens]:
         return self._grammars.take_forced()
-
-    def read_adapter(self, digest: str, path: str, done: Callable[[str, int], None]) -> None:
-        if self._ranks is not None:
-            self._ranks.link.reads[digest] = len(self._ranks.link.ports), done
-        self._order_adapter(digest, path, done)
-
-    def drop_adapter(self, digest: str) -> None:
-        self._order_adapter(digest, "", lambda error, num_bytes: None)
-
-    def _order_adapter(self, digest: str, path: str, told: Callable[[str, int], None]) -> None:
-        if self._ranks is not None:
-            self._ranks.link.send(AdapterFrame(digest, path))
-        self.take_adapter(digest, path, told)
-
-    def take_adapter(self, digest: str, path: str, told: Callable[[str, int], None]) -> None:
-        """The part of `read_adapter` that every rank runs; without a path that of `drop_adapter`."""
-        store = self._weights.adapters
-        assert store is not None, "adapters are off"
-        if path:
-            store.begin(digest, path, told)
-        else:
-            store.drop(digest)
 
     def follow_late(self, absent: Collection[int]) -> None:
         """On a rank > 0: draw the late rows of the newest step. The steps before it must have been read."""

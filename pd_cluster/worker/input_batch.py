@@ -15,11 +15,11 @@ import numpy as np
 import torch
 
 from pd_cluster.worker.block_tables import BlockTables
+from pd_cluster.worker.draw_planner import DrawPlanner
 from pd_cluster.worker.packed_decodes import PackedDecodes
 from pd_cluster.worker.sample_planner import SamplePlanner
 from pd_cluster.worker.sampling_state import SamplingInputs
-from pd_cluster.worker.step_inputs import Part, ReplayInputs, StepInputs, TailInputs, up_to
-from pd_cluster.worker.verification import tokens_before
+from pd_cluster.worker.step_inputs import ReplayInputs, StepInputs, TailInputs, up_to
 from pd_kernels.lora import NO_SLOT, AdapterRows, put_rows
 from pd_kernels.values import Ints, PackedSequences, leading_ones
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from pd_cluster.scheduling.batch import Batch, BeamStep, SequenceChunk, SequenceStart
     from pd_cluster.worker.cuda_graphs.captured_step import CapturedStep, StepPlaces
-    from pd_cluster.worker.draw_places import CapturedDraw, DrawLayout
+    from pd_cluster.worker.draw_places import DrawLayout
     from pd_cluster.worker.host_buffer import HostBuffer
     from pd_cluster.worker.sampling_state import SamplingState
     from pd_cluster.worker.step_inputs import Samples
@@ -71,6 +71,7 @@ class InputBatch:
         self.launched = self._samples.launched
         self._tokens = np.zeros((num_rows, max_len + 1), np.int32)
         self._num_tokens, self._num_on_host = np.zeros((2, num_rows), np.int64)  # tokens; those that `_tokens` has
+        self.drawing = DrawPlanner(sampling, self._samples, self._num_on_host, host_buffer.move)
         # A captured step's token: the last one of a row (0 at first), or any. One launch finds it; `where` takes four
         self.token_choices = torch.arange(-num_rows - 1, vocab_size, device=device).clamp_(min=0)
         self.last_tokens = self.token_choices[: num_rows + 1]  # the last one for padding
@@ -128,7 +129,7 @@ class InputBatch:
         unread = np.flatnonzero(known > self._num_on_host[rows])  # their last token is still on the device only
         places = query_starts[unread + 1] - 1 - (ends - known)[unread]
         samples = self._plan_samples(chunks, rows, known, has_drafts=known is not ends)
-        early, late = self._split(samples)
+        early, late = self.drawing.split(samples)
         sampled = None if samples.num_logits == len(positions) else self._sampled(chunks, samples, query_starts)
         return StepInputs(
             token_ids=token_ids,
@@ -143,7 +144,7 @@ class InputBatch:
             samples=samples,
             early=early,
             late=late,
-            sampling=None if early is None else self.prepare_sampling(early.samples),
+            sampling=None if early is None else self.drawing.prepare(early.samples),
         )
 
     def build_replay(
@@ -204,11 +205,11 @@ class InputBatch:
         num_rows = len(samples.draw_rows)  # a sequence with drafts goes on when its run is on the host
         places.owners[:num_rows] = samples.draw_rows
         places.lengths[:num_rows] = samples.draw_positions
-        early, late = self._split(samples)
+        early, late = self.drawing.split(samples)
         longest = int(ends.max())
         tables = tuple([self._move(self._tables.columns(group, rows, longest)) for group in self._tables.groups])
         fresh = self._clear(rows, ends - lens, ends) if self._mixes_dtypes else None
-        sampling = self._plan_draw(early, places, draws)
+        sampling = self.drawing.plan_captured(early, places, draws)
         if early is not None and isinstance(sampling, SamplingInputs):
             early = self.launched(early)
         return ReplayInputs(tables, fresh, samples, early, late, sampling)
@@ -272,33 +273,10 @@ class InputBatch:
             drawn = drawn.to(self.last_tokens.device, non_blocking=True)  # CUDA has read pageable memory on return
             self._sampling.note_sampled(rows[going], drawn)
 
-    def without_absent(self, part: Part) -> Part:
-        """The samples of a late part that can be drawn now. Late stages wait for their masks."""
-        samples = part.samples
-        assert (self._num_on_host[samples.rows] >= samples.positions).all(), "at most one step is under way beside it"
-        absent = self._sampling.absent(samples.rows)
-        if not absent.any():
-            return part
-        kept = self._samples.part(samples, ~absent)
-        if part.places is None or kept.places is None:
-            return kept
-        places = part.places[kept.places]
-        return Part(kept.samples, places, self._move(places))
-
     def is_unready(self, seq_id: int) -> bool | None:
         """See `SamplingState.is_unready`. None: the sequence has no row."""
         row = self._row_of.get(seq_id)
         return None if row is None else self._sampling.is_unready(row)
-
-    def prepare_sampling(self, samples: Samples) -> SamplingInputs:
-        """Make the sampler's inputs. All tokens of rows with a late stage must be on the host."""
-        rows, positions, drafts = samples.draw_rows, samples.draw_positions, samples.drafts
-        if not drafts:
-            return self._sampling.prepare(rows, positions, samples.counts)
-        pairs = tuple(zip(drafts, samples.counts, strict=True))
-        before = tokens_before([one for one, count in pairs for _ in range(1 if one else count)])
-        counts = [each for one, count in pairs for each in ([1] * count if one else [count])]
-        return self._sampling.prepare(rows, positions, counts, before)
 
     def _start(self, start: SequenceStart) -> None:
         assert start.seq_id not in self._row_of, f"sequence {start.seq_id} already has a row"
@@ -369,39 +347,6 @@ class InputBatch:
     def _check(self, samples: Samples) -> None:
         known = self._num_tokens[samples.rows]
         assert (samples.positions == known).all(), "a chunk samples before its sequence's last known token"
-
-    def _split(self, samples: Samples) -> tuple[Part | None, Part | None]:
-        """Part the samples. -> the early ones, those of rows with a late stage."""
-        are_late = self._sampling.are_late(samples.rows)
-        if not are_late.any():
-            return Part(samples, None, None) if len(samples) else None, None
-        if samples.drafts:
-            drafted = np.flatnonzero(samples.lens > 1)
-            rows, are_known = samples.rows[drafted], self._num_on_host[samples.rows] >= samples.positions
-            self._sampling.expect(rows, [samples.drafts[at] for at in drafted], are_known[drafted])
-        if are_late.all():
-            return None, Part(samples, None, None)
-        return self._samples.part(samples, ~are_late), self._samples.part(samples, are_late)
-
-    def _plan_draw(
-        self, early: Part | None, places: StepPlaces, draws: DrawLayout | None
-    ) -> SamplingInputs | CapturedDraw | None:
-        """Decide how the early samples of a captured step are drawn: by its own graph, by another, or by launches."""
-        if early is None:
-            return None
-        if (drawn := self._sampling.plain_draws(early.samples.draw_rows)) is not None:
-            at = slice(len(early.samples.draw_rows)) if early.places is None else early.places
-            places.temperatures.view(np.float32)[at], places.seeds[at] = drawn
-            return None
-        return self.plan_draw(early, draws)
-
-    def plan_draw(self, part: Part, draws: DrawLayout | None) -> SamplingInputs | CapturedDraw:
-        """Make the inputs of the part's draw: of a captured one, if `draws` is its layout and it can draw all rows."""
-        samples = part.samples
-        if samples.drafts and self._sampling.are_changed(samples.rows[samples.lens > 1]).any():
-            draws = None  # stages would have to know the drafts before each row
-        captured = self._sampling.capture(samples.draw_rows, samples.draw_positions, part.places, draws)
-        return self.prepare_sampling(samples) if captured is None else captured
 
     def _sampled(self, chunks: tuple[SequenceChunk, ...], samples: Samples, query_starts: Ints) -> Ints:
         """The tokens after which something is drawn."""

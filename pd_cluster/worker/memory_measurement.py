@@ -10,7 +10,8 @@ import torch
 from pd_cluster.protocol.sampling_params import SamplingParams
 from pd_cluster.scheduling.batch import Batch, SequenceChunk, SequenceStart
 from pd_cluster.worker.capacity import CUDA_CONTEXT_BYTES, SAMPLES_PER_SEQ
-from pd_cluster.worker.kv_cache import KVCache
+from pd_cluster.worker.cuda_graphs.set_up import captured_bytes, captures_steps
+from pd_cluster.worker.kv_cache import DTYPES, KVCache
 from pd_cluster.worker.warm_up import equal_tables
 from pd_connectors.protocol.layout import KVKind
 from pd_connectors.protocol.slabs import KvSlabs
@@ -18,9 +19,28 @@ from pd_connectors.protocol.slabs import KvSlabs
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from pd_cluster.worker.device_plan import DevicePlan
     from pd_cluster.worker.kv_cache import StateViews
     from pd_cluster.worker.model_runner import ModelRunner
     from pd_connectors.protocol.layout import BlockLayout
+
+
+def bytes_for_cache(plan: DevicePlan, run_largest_step: Callable[[KVCache], None], *, has_adapters: bool) -> int:
+    """Bytes that this rank can give to its cache, beside what is captured. `run_largest_step`: see below."""
+    config, limits = plan.config.cache, plan.config.scheduler
+    if plan.device.type == "cpu":
+        return int(config.kv_cache_gb * 1e9)
+    free = measure_free_bytes(
+        plan.layout, limits.max_num_batched_tokens, run_largest_step, config.gpu_memory_utilization,
+        plan.device, plan.state_views,
+    )  # fmt: skip
+    if captures_steps(limits, plan.attentions, plan.device):
+        row_bytes = plan.model.vocab_size * DTYPES[plan.model.dtype].itemsize
+        has_drafts, has_states = plan.most_drafts > 0, plan.state_views is not None
+        free -= captured_bytes(
+            limits, row_bytes, has_drafts=has_drafts, has_states=has_states, has_adapters=has_adapters
+        )
+    return max(0, int(free))
 
 
 def measure_free_bytes(

@@ -149,12 +149,12 @@ class ModelRunner:
         assert self._deferred is not None
         (pending, late, logits, graph), self._deferred = self._deferred, None
         started_s = time.perf_counter()
-        part = self.rows.without_absent(late)
+        part = self.rows.drawing.without_absent(late)
         waited_s = time.perf_counter() - started_s
         pending.absent = frozenset(late.samples.seq_ids).difference(part.samples.seq_ids)
         self._sampler.tell_late(pending.absent)
         if len(part.samples):
-            sampling = self.rows.plan_draw(part, None if graph is None else self.draws.layout)
+            sampling = self.rows.drawing.plan(part, None if graph is None else self.draws.layout)
             if isinstance(sampling, SamplingInputs):
                 part = self.rows.launched(part)
             self.host_buffer.flush()

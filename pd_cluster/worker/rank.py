@@ -127,7 +127,7 @@ class RankProcess:
                 case DrawLate(absent):
                     self._draw_late(absent)
                 case AdapterFrame(digest, path):
-                    self._state.take_adapter(digest, path, partial(self._tell_read, digest))
+                    self._state.adapters.take(digest, path, partial(self._tell_read, digest))
                 case PortMessage(message=message):
                     self._port.deliver(message)
                 case PhaseFrame(name, arguments):

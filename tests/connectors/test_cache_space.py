@@ -5,7 +5,7 @@ from __future__ import annotations
 from hashlib import blake2b
 from itertools import product
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pd_connectors.protocol.cache_space import cache_space
@@ -27,6 +27,7 @@ def of_key(triple: Triple) -> str:
 
 
 @given(TRIPLES, TRIPLES)
+@settings(max_examples=40)
 def test_spaces_of_other_triples_differ(one: Triple, other: Triple) -> None:
     """Adapter, salt of the key, salt of the client."""
     assert (of_key(one) == of_key(other)) == (one == other)

@@ -21,6 +21,7 @@ from pd_connectors.base import (
 )
 from pd_connectors.handshake import transport_checksum
 from pd_connectors.p2p import LoadCounters
+from pd_connectors.peer import PEER_IDLE_S
 from pd_connectors.protocol.errors import LeaseEnd, LoadFailure
 from pd_connectors.protocol.messages import (
     Confirm,
@@ -37,7 +38,7 @@ from pd_connectors.protocol.messages import (
 )
 from pd_connectors.protocol.ticket import Ticket
 from pd_connectors.pull_limits import DOUBT_S, LOST_GRACE_S, PullLimits
-from pd_connectors.reader import HELLO_EVERY_S, PEER_IDLE_S, Reader
+from pd_connectors.reader import HELLO_EVERY_S, Reader
 from pd_connectors.transport import (
     Address,
     Completion,
@@ -187,12 +188,12 @@ def test_a_slow_link_between_gpus_is_told_once(
     bench: Bench, memory: str, num_warnings: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(link_speed, "MIN_BYTES", 1)
-    bench.reader.memory = memory
+    bench.reader.links.memory = memory
     for number, load_id in enumerate("ab"):
         bench.reading(load_id, now=float(number))
-        assert len(bench.reader.link_speeds()) == number, "nothing is known before a read has ended"
+        assert len(bench.reader.links.speeds()) == number, "nothing is known before a read has ended"
         bench.finish(load_id, now=number + 0.5)
-    assert bench.reader.link_speeds() == {f"{OWNER[0]}:{OWNER[1]}": 2 * LAYOUT.block_bytes / 0.5}
+    assert bench.reader.links.speeds() == {f"{OWNER[0]}:{OWNER[1]}": 2 * LAYOUT.block_bytes / 0.5}
     warnings = [record.message for record in caplog.records if "Likely causes on one host" in record.message]
     assert len(warnings) == num_warnings
 
@@ -207,9 +208,9 @@ def test_a_link_that_became_slow_is_told_until_it_is_not(
         load_id, now = str(number), 10.0 * number
         bench.reading(load_id, now=now)
         bench.finish(load_id, now + seconds)
-        num_slow += bench.reader.slow_links() == {name: True}
+        num_slow += bench.reader.links.are_slow() == {name: True}
     assert num_slow > 1
-    assert bench.reader.slow_links() == {name: False}
+    assert bench.reader.links.are_slow() == {name: False}
     assert sum("the link is slow" in record.message for record in caplog.records) == 1
 
 

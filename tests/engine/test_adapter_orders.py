@@ -11,28 +11,20 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from pd_cluster.config import LoraConfig
-from pd_cluster.protocol.messages import (
-    Abort,
-    AdapterLoaded,
-    AdapterUnloaded,
-    AddRequest,
-    FromEngine,
-    LoadAdapter,
-    RequestFailed,
-    TicketOpened,
-    UnloadAdapter,
-    Work,
-)
+from pd_cluster.protocol.messages import Abort, AddRequest, FromEngine, RequestFailed, TicketOpened, Work
+from pd_cluster.protocol.orders import AdapterLoaded, AdapterUnloaded, LoadAdapter, UnloadAdapter
 from pd_cluster.worker.adapter_store import AdapterStore
 from pd_cluster.worker.device_executor import DeviceExecutor
 from pd_connectors.protocol.cache_space import cache_space
 from tests.deadlines import HANG_S
 from tests.drafters import lookup_drafter
 from tests.engine.drafting_node import LOOKUP, Node, Told
-from tests.engine.test_core_pipeline import CONFIG, PROMPTS, SAMPLINGS, make_connector
+from tests.engine.test_core_pipeline import CONFIG, PROMPTS, make_connector
+from tests.engine.test_core_pipeline import SAMPLINGS as LONG_SAMPLINGS
 from tests.shallow_model import shallow_model
 from tests.worker.adapted import MadeAdapter, make_adapter, served_parts
 
@@ -41,6 +33,8 @@ if TYPE_CHECKING:
 
 LORA = LoraConfig(lora_slots=2, max_lora_rank=20)
 RANKS = (20, 4, 9)
+# Half of the tokens: 24 requests at once preempt each other all the same
+SAMPLINGS = [msgspec.structs.replace(one, max_tokens=-(-one.max_tokens // 2)) for one in LONG_SAMPLINGS]
 Ids = dict[tuple[str, int], list[int]]
 
 
@@ -225,6 +219,20 @@ def test_an_adapter_that_host_memory_never_holds_is_refused(adapted: Adapted) ->
     (told,) = bench.until(1)
     assert isinstance(told, AdapterLoaded)
     assert told.error.endswith("bytes, and --lora-host-gb allows 1000")
+
+
+def test_pinned_memory_counts_as_torch_takes_it(adapted: Adapted, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In powers of two: --lora-host-gb would allow twice as much."""
+    bench, first = adapted.bench(), adapted.adapters[0]
+    bench.load(first)
+    (exact,) = bench.core._adapters._num_bytes.values()
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: True)
+    other = adapted.bench()
+    other.load(first)
+    (taken,) = other.core._adapters._num_bytes.values()
+    assert exact <= taken < 2 * exact
+    assert taken.bit_count() == 1
+    assert other.core._places.read_s > 0.0
 
 
 def test_an_unload_lets_running_requests_end(adapted: Adapted) -> None:

@@ -104,6 +104,7 @@ def check(bench: Bench, reference: Beams, name: str, prompt: Sequence[int], samp
     assert (name, sampling.n) not in bench.tokens
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("mode", ["off", "on"])
 def test_searches_beside_each_other_equal_transformers(
     executor: DeviceExecutor, connector: Connector, reference: Beams, mode: str

@@ -235,7 +235,7 @@ def small(mode: str, max_num_seqs: int = 6) -> Iterator[Bench]:
 
 def test_preemption_changes_no_answer(executor: DeviceExecutor, connector: Connector) -> None:
     grammar = json_grammar(a_list(PERSON, 3, 8))
-    wanted = {f"{at}": SamplingParams(max_tokens=70, temperature=1.0, seed=at, grammar=grammar) for at in range(6)}
+    wanted = {f"{at}": SamplingParams(max_tokens=50, temperature=1.0, seed=at, grammar=grammar) for at in range(6)}
     roomy = serve(Bench(executor, connector, "on", max_num_seqs=24), wanted)
     with small("on") as bench:
         assert serve(bench, wanted) == roomy
@@ -350,10 +350,11 @@ def test_an_answer_goes_on_after_known_tokens(executor: DeviceExecutor, connecto
     sampling = SamplingParams(max_tokens=60, temperature=1.0, seed=11, grammar=json_grammar(PERSON))
     bench = Bench(executor, connector, "on")
     whole = serve(bench, {"whole": sampling})["whole", 0]
-    for cut in range(1, len(whole)):
+    cuts = range(1, len(whole), 2)
+    for cut in cuts:
         bench.send(AddRequest(f"{cut}", PROMPTS[0], sampling, known=(tuple(whole[:cut]),)))
     bench.run()
-    for cut in range(1, len(whole)):
+    for cut in cuts:
         assert whole[:cut] + bench.tokens[f"{cut}", 0] == whole
 
 

@@ -54,11 +54,11 @@ def walks(kv: str, seeds: range) -> None:
 @pytest.mark.long_cases
 @pytest.mark.parametrize("kv", ["full", "full+window", "full+window+state", "latent+state"])
 def test_threads_and_steps_share_no_host_block(kv: str) -> None:
-    walks(kv, range(10 if SETS[kv].has_state else 4))  # fewer boundaries are hits where a state is kept at a few alone
+    walks(kv, range(10 if SETS[kv].has_state else 3))  # fewer boundaries are hits where a state is kept at a few alone
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("kv", SETS)
 def test_threads_and_steps_share_no_host_block_in_many_walks(kv: str) -> None:
-    walks(kv, range(4, 60))
+    walks(kv, range(3, 60))

@@ -91,11 +91,8 @@ def single(roomy: Node, small: Node) -> Answered:
 
 @pytest.mark.parametrize(
     ("kind", "mode"),
-    [
-        ("right", "off"), ("right", "on"), ("wrong", "off"), ("mixed", "off"), ("mixed", "on"), (LOOKUP, "on"),
-        (SILENT, "on"),
-    ],
-)  # fmt: skip
+    [("right", "on"), ("wrong", "off"), ("mixed", "off"), (LOOKUP, "on"), (SILENT, "on")],  # others: preempted
+)
 def test_drafts_change_no_answer(
     roomy: Node, single: Answered, kind: str, mode: str, request: pytest.FixtureRequest
 ) -> None:

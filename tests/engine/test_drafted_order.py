@@ -139,8 +139,8 @@ def test_a_failure_in_between_comes_after_the_tokens(roomy: Node, single: Answer
         core.turn()
     bench.mailbox.outbox.clear()
     (tokens,) = (one.sequences[0].tokens for one in core._replies.untold if one.request.request_id == "r1")
-    (seq,) = core._requests["r1"].sequences
-    core._fail(seq.seq_id, Overloaded("late"))
+    (seq,) = core._live._requests["r1"].sequences
+    core._live.fail(seq.seq_id, Overloaded("late"))
     told = [one for one in bench.mailbox.outbox if getattr(one, "request_id", "") == "r1"]
     assert [type(one).__name__ for one in told] == ["TokensOut", "RequestFailed"]
     assert isinstance(told[0], TokensOut)

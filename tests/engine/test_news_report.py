@@ -18,11 +18,11 @@ from pd_cluster.protocol.messages import (
     EngineNews,
     ReportNews,
     RequestFailed,
-    ResetCache,
     ToEngine,
     TokensOut,
     Work,
 )
+from pd_cluster.protocol.orders import ResetCache
 from pd_cluster.protocol.sampling_params import SamplingParams
 from pd_cluster.scheduling.step_model import StepModel, StepWork
 from pd_cluster.worker.device_executor import DeviceExecutor

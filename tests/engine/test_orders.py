@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pd_cluster.engine.core import PAUSE_S, EngineCore
-from pd_cluster.protocol.messages import AddRequest, ResetCache, SetRole, SilenceAllowed, StartProfile, StopProfile
+from pd_cluster.protocol.messages import AddRequest, SilenceAllowed
+from pd_cluster.protocol.orders import ResetCache, SetRole, StartProfile, StopProfile
 from pd_cluster.protocol.sampling_params import SamplingParams
 from pd_cluster.scheduling.host_tier import HOST_GB_S
 from pd_cluster.scheduling.step_model import StepModel, StepWork, keys_of

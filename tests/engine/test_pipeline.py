@@ -294,6 +294,24 @@ def test_a_step_with_drafts_costs_the_time_of_the_host_where_steps_overlap(devic
         assert steps.gap_s == (0.0 if depth == 1 else 0.0007)
 
 
+def test_the_device_waits_for_the_host_where_most_steps_are_over_at_its_look(
+    device: FakeDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafts = Batch(2, chunks=(SequenceChunk(1, 2, 3, num_samples=1, drafts=(5, 6)),))
+
+    def run(depth: int, *, is_over: bool, batch: Batch) -> bool:
+        monkeypatch.setattr(FakePending, "is_over", is_over)
+        steps[depth].launch(lambda: batch)
+        steps[depth].retire()
+        return steps[depth].is_late
+
+    steps = {depth: pipeline(device, depth) for depth in (1, 2)}
+    assert [run(2, is_over=True, batch=step(1)) for _ in range(20)] == [False] * 6 + [True] * 14, "one says little"
+    assert all(run(2, is_over=False, batch=drafts) for _ in range(20)), "the host always waits for those"
+    assert not [run(2, is_over=False, batch=step(1)) for _ in range(20)][-1]
+    assert not any(run(1, is_over=True, batch=step(1)) for _ in range(20)), "a step without another beside it"
+
+
 def test_a_wait_for_a_step_with_prompts_looks_whether_it_is_over(
     device: FakeDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -70,8 +70,8 @@ def test_runs_change_no_answer(executor: DeviceExecutor, connector: Connector) -
     if executor.slabs.num_blocks(0) == 14:
         assert runs.stats is not None
         assert sum(runs.stats.counters[f"preemptions_{kind}_total"] for kind in ("recompute", "swap")) > 0
-    again = bench_of(executor, connector, LONGEST)
-    assert generate(again) == expected, "what runs have cached is right"
+    else:  # of 14 blocks hardly any stays cached
+        assert generate(bench_of(executor, connector, LONGEST)) == expected, "what runs have cached is right"
 
 
 @pytest.mark.long
@@ -97,7 +97,7 @@ def test_the_context_ends_inside_a_run(executor: DeviceExecutor, connector: Conn
         answers = []
         for longest in (1, LONGEST):
             bench = bench_of(executor, connector, longest)
-            bench.core._scheduler._max_model_len = most
+            bench.core._scheduler._arrivals.max_model_len = most
             answers.append(answer(bench, GREEDY))
         assert answers[0] == answers[1]
         assert (len(answers[1][0]), answers[1][1]) == (most - length, FinishReason.LENGTH)

@@ -28,7 +28,7 @@ LAYER_BYTES = 4 * 2 * BLOCK_SIZE * 64 * 4  # of a block: KV heads, K and V, toke
 BLOCK_BYTES = 6 * LAYER_BYTES  # of the whole demo model
 ANSWER_DEADLINE_S = 600.0  # a prompt of 32,768 tokens took more than 240 s on two crowded cores
 SETTLE_DEADLINE_S = 60.0  # more than the life of a lease that is no longer renewed
-POLL_S = 0.05  # a look takes a node 9 ms of CPU
+POLL_S = 0.1  # as often as a node tells; a look takes 10 ms of CPU
 NO_REUSE = httpx.Limits(max_connections=None, max_keepalive_connections=0)  # a node may just close an idle connection
 STEPS = "pd_engine_steps_total"
 HELD = (

@@ -8,46 +8,28 @@ from typing import TYPE_CHECKING
 
 import httpx
 import pytest
-import torch
-from safetensors.torch import save
 
 from pd_cluster.launch.node_commands import OrderRefused, RouterOrders
 from pd_connectors.protocol.adapters import AdapterRecord
 from pd_connectors.protocol.keys import derive_key
 from tests.cluster import TEST_KEY
+from tests.integration.strong_adapters import strong_adapter
 from tests.integration.system import Path as Way
 from tests.integration.system import System, running_system, wait_until
-from tests.models.adapter_files import CONFIG
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
-SIZES = {"self_attn.q_proj": (256, 512), "self_attn.v_proj": (256, 256), "mlp.down_proj": (512, 256)}
 BODY = {"prompt": [(7 * i) % 3000 + 5 for i in range(90)], "max_tokens": 12, "temperature": 0, "ignore_eos": True}
-
-
-def adapter(directory: Path, seed: int) -> Path:
-    """Of the demo model; strong enough that its answers are its own."""
-    directory.mkdir(parents=True, exist_ok=True)
-    rng, tensors = torch.Generator().manual_seed(seed), {}
-    for layer in range(6):
-        for module, (num_in, num_out) in SIZES.items():
-            name = f"base_model.model.model.layers.{layer}.{module}"
-            tensors[f"{name}.lora_A.weight"] = torch.randn(4, num_in, generator=rng) / 16
-            tensors[f"{name}.lora_B.weight"] = torch.randn(num_out, 4, generator=rng) / 4
-    config = CONFIG | {"target_modules": [name.rpartition(".")[2] for name in SIZES]}
-    (directory / "adapter_config.json").write_text(json.dumps(config))
-    (directory / "adapter_model.safetensors").write_bytes(save(tensors))
-    return directory
 
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     found = tmp_path_factory.mktemp("adapters")
     for seed, name in enumerate(("own", "a", "b"), 1):
-        adapter(found / name, seed)
+        strong_adapter(found / name, seed)
     return found
 
 
@@ -92,7 +74,7 @@ def test_orders_load_replace_and_unload_on_all_nodes(system: System, root: Path)
         shutil.copytree(root / "own", root / "copy")
         orders.about_adapter("load_adapter", AdapterRecord("copied", "copy"))
         assert answer(system, Way.P_FIRST, "copied")[0] == own
-        config = json.loads((adapter(root / "wide", 9) / "adapter_config.json").read_text())
+        config = json.loads((strong_adapter(root / "wide", 9) / "adapter_config.json").read_text())
         (root / "wide" / "adapter_config.json").write_text(json.dumps(config | {"r": 64}))
         with pytest.raises(OrderRefused, match=r"400: .*rank"):
             orders.about_adapter("load_adapter", AdapterRecord("wide", "wide"))

@@ -24,7 +24,7 @@ from tests.router.router_process import Router, serving
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
 
-    from pd_router.nodes.node_table import Node
+    from pd_router.nodes.node import Node
     from tests.integration.system import System
     from tests.router.router_process import HasUrl
 

@@ -23,7 +23,7 @@ from tests.server.live_server import MODEL_DIR
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from pd_router.nodes.node_table import Node
+    from pd_router.nodes.node import Node
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.anyio, pytest.mark.timeout(900)]
 RESTART_S = 180.0

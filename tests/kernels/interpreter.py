@@ -102,6 +102,8 @@ def _broadcast_only_what_differs(semantic: Any) -> None:
         one, other = lhs.type, rhs.type
         if not (one.is_block() and other.is_block()):
             return broadcast(self, lhs, rhs)
+        if one.shape is other.shape:  # those that `type_made` has found
+            return lhs, rhs
         left, right = [*one.shape], [*other.shape]
         if left == right:
             return lhs, rhs

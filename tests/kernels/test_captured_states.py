@@ -251,7 +251,7 @@ def any_steps(draw: st.DrawFn) -> tuple[Part, ...]:
     return (*decodes, *prompts)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(any_steps())
 def test_any_step_that_a_size_accepts_has_its_plan(parts: tuple[Part, ...]) -> None:
     """And room for its pieces, in the smallest size that can have the step, too."""

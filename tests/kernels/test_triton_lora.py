@@ -43,9 +43,16 @@ def rows_of(slots: list[int], num_slots: int) -> AdapterRows:
     return AdapterRows(places, kept, tile_rows(len(slots)))
 
 
-@pytest.mark.parametrize("num_rows", [1, 21, 300])
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("name", [*SHAPES, *REAL])
-@pytest.mark.parametrize(("most", "ranks"), [(16, [16, 16, 16]), (64, [16, 64, 32]), (48, [48, 16, 32])])
+@pytest.mark.parametrize(
+    ("most", "ranks", "num_rows"),  # together: tiles of rows meet tiles of ranks
+    [
+        (most, ranks, num_rows)
+        for most, ranks in ((16, [16, 16, 16]), (64, [16, 64, 32]), (48, [48, 16, 32]))
+        for num_rows in (1, 21, 300)
+    ],
+)
 def test_each_row_gets_its_own_adapter(name: str, most: int, ranks: list[int], num_rows: int) -> None:
     inputs, parts = (SHAPES | REAL)[name]
     own, generator = matrices(inputs, parts, ranks, most), torch.Generator().manual_seed(num_rows)

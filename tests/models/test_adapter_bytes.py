@@ -165,3 +165,21 @@ def test_files_are_closed(tmp_path: Path, fails: bool) -> None:
     else:
         read_adapter(directory, MAX_BYTES)
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.parametrize("part", ["", "adapter_model.safetensors", "adapter_config.json"])
+def test_a_link_that_leads_out_is_refused_when_it_is_opened(tmp_path: Path, part: str) -> None:
+    """Another file may be there since the path was looked at."""
+    outside = write(tmp_path / "outside", SETTINGS, usual())
+    root = tmp_path / "root"
+    inside = write(root / "inside", SETTINGS, usual())
+    read_adapter(inside, MAX_BYTES, below=root)
+    if part:
+        (inside / part).unlink()
+        (inside / part).symlink_to(outside / part)
+    else:
+        inside.rename(root / "moved")
+        inside.symlink_to(outside)
+    with pytest.raises(BadAdapter, match="leads out of --lora-dir"):
+        read_adapter(inside, MAX_BYTES, below=root)
+    assert read_adapter(inside, MAX_BYTES).digest == read_adapter(outside, MAX_BYTES).digest

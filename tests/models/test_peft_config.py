@@ -73,9 +73,8 @@ def test_configs_as_they_are_published(config: dict[str, Any]) -> None:
         ({"monteclora_config": {"a": 1}}, "monteclora_config is set"),
         ({"velora_config": {"a": 1}}, "velora_config is set"),
         ({"megatron_config": {"a": 1}}, "megatron_config is set"),
-        ({"loftq_config": {"loftq_bits": 4}}, "loftq_config is set: LoftQ has changed the base"),
-        ({"corda_config": {"a": 1}}, "corda_config is set"),
-        ({"lora_ga_config": {"a": 1}}, "lora_ga_config is set"),
+        ({"kasa_config": {"beta": 1}}, "kasa_config is set: KaSA has changed the base"),
+        ({"loftq_config": {"loftq_bits": 4}, "init_lora_weights": "loftq"}, "init_lora_weights is 'loftq', which has"),
         ({"init_lora_weights": "pissa_niter_16"}, "init_lora_weights is 'pissa_niter_16', which has changed the base"),
         ({"init_lora_weights": "olora"}, "init_lora_weights is 'olora'"),
         ({"init_lora_weights": 1}, "init_lora_weights is '1'"),
@@ -110,6 +109,12 @@ def test_what_is_refused_is_named(changes: dict[str, Any], told: str) -> None:
 @pytest.mark.parametrize("value", [None, False, 0, "", [], {}])
 def test_settings_that_are_not_set_are_no_reason(value: object) -> None:
     assert read(use_nora=value, use_dora=value, modules_to_save=value) == read()
+
+
+@pytest.mark.parametrize("name", ["loftq_config", "corda_config", "lora_ga_config", "eva_config"])
+def test_settings_of_a_start_that_was_not_used(name: str) -> None:
+    """PEFT writes them with an adapter that it converts for the base as it was."""
+    assert read(**{name: {"a": 1}}) == read()
 
 
 @pytest.mark.parametrize("start", [True, False, None, "gaussian", "orthogonal", "eva"])

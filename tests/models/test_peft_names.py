@@ -49,6 +49,8 @@ def names(**changes: Any) -> PeftNames:
         ({"target_modules": ["q_proj"], "layers_to_transform": [1], "layers_pattern": "h"}, set()),
         ({"target_modules": ["q_proj"], "layers_to_transform": [1], "layers_pattern": ["h", "lay(er)s"]}, {Q1}),
         ({"target_modules": ["q_proj"], "layers_to_transform": [1], "layers_pattern": ""}, {Q1}),
+        ({"target_modules": ["q_proj"], "layers_to_transform": [1], "layers_pattern": "model.layers"}, {Q1}),
+        ({"target_modules": r"(?x) .*q_proj  # all"}, {Q0, Q1, Q11}),
     ],
 )
 def test_targets(changes: dict[str, Any], named: set[str]) -> None:
@@ -100,7 +102,17 @@ def test_patterns_that_take_for_ever_end(changes: dict[str, Any]) -> None:
             look(name)
 
 
-@pytest.mark.parametrize("changes", [{"target_modules": "("}, {"target_modules": "(?P<"}, {"exclude_modules": "*"}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"target_modules": "("}, {"target_modules": "(?P<"}, {"exclude_modules": "*"},
+        {"target_modules": "a{4000000000}"},  # 8 GB to compile
+        {"target_modules": "(?:a{99}){101,}"}, {"target_modules": "(?R)?a(?R)?"},
+        {"target_modules": "(?:model.layers.99.self_attn.k_proj){e<=30}"},  # `regex` matches with errors
+        {"rank_pattern": {"(?i)q_proj": 8}},  # PEFT puts more before it
+    ],
+)  # fmt: skip
 def test_what_is_no_regex_is_named(changes: dict[str, Any]) -> None:
+    rules = names(**changes)
     with pytest.raises(BadAdapter, match="is not a regular expression"):
-        names(**changes).is_target(Q0)
+        (rules.rank if "rank_pattern" in changes else rules.is_target)(Q0)

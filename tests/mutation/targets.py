@@ -63,6 +63,7 @@ TARGETS = (
     Target("pd_cluster/scheduling/planner.py", (*_SCHEDULER, "tests/scheduling/test_step_limit.py")),
     Target("pd_cluster/scheduling/queues.py", (*_SCHEDULER, "tests/scheduling/test_turns.py")),
     Target("pd_cluster/scheduling/scheduler.py", _SCHEDULER),
+    Target("pd_cluster/scheduling/arrivals.py", _SCHEDULER),
     Target("router/pd_router/requests/legs.py", ("tests/router/test_legs.py", *_ROUTER)),
     Target("router/pd_router/nodes/node_connection.py", ("tests/router/test_node_connection.py", *_ROUTER)),
     Target("router/pd_router/nodes/connection_pool.py", ("tests/router/test_node_connection.py", *_ROUTER)),

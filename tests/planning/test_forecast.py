@@ -1,4 +1,4 @@
-"""The forecast of roles: by the product's own code, repeatable, and right about which roles a load needs."""
+"""The simulation of roles: by the product's own code, repeatable, and right about which roles a load needs."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ import sys
 
 import pytest
 
+from benchmarks.slo.setting import roles_of
 from pd_cluster.bench.workload import Arrival
 from pd_cluster.errors import StartupError
-from pd_cluster.planning.forecast import Forecast, forecast
 from pd_cluster.planning.role_counts import RoleCounts
+from pd_cluster.planning.search import FineFigures, Sought, finely
+from pd_cluster.planning.settings import PlannedSetting, RankCounts
 from pd_cluster.planning.step_table import packaged_tables
 
 TABLE = packaged_tables()["8b-h200-tp1"]
@@ -20,39 +22,37 @@ def load_of(num: int, rate: float, prompt: int, answer: int) -> list[Arrival]:
     return [Arrival(at / rate, prompt, answer) for at in range(num)]
 
 
-def of(load: list[Arrival], roles: RoleCounts, seed: int) -> Forecast:
-    return forecast(load, 200.0, 10.0, roles, TABLE, seed)
+def of(
+    load: list[Arrival], roles: RoleCounts, seed: int, *, targets: tuple[float | None, float | None] = (200.0, 10.0)
+) -> FineFigures:
+    sought, setting = Sought([], *targets, {1: TABLE}, seed, 1.0), PlannedSetting(roles, RankCounts())
+    return finely(sought, setting, load, 1.0, seed, True, len(load) // 2)
 
 
-def test_two_forecasts_with_one_seed_are_equal_and_hold_their_attainment() -> None:
-    load = load_of(40, 12.0, 3000, 40)
-    found = [of(load, RoleCounts(1, 1), 5) for _ in range(2)]
-    assert found[0] == found[1]
-    assert found[0].low <= found[0].attainment <= found[0].high
+def test_two_simulations_with_one_seed_are_equal_and_those_of_another_are_not() -> None:
+    load = load_of(16, 12.0, 3000, 40)
+    assert of(load, RoleCounts(1, 1), 5) == of(load, RoleCounts(1, 1), 5) != of(load, RoleCounts(1, 1), 6)
 
 
 def test_more_load_is_served_less_well_and_more_nodes_serve_it_better() -> None:
-    slow, fast = load_of(60, 8.0, 4000, 20), load_of(60, 26.0, 4000, 20)
+    slow, fast = load_of(24, 8.0, 4000, 20), load_of(24, 26.0, 4000, 20)
     pair, four = RoleCounts(1, 1), RoleCounts(2, 2)
-    assert of(slow, pair, 1).low > of(fast, pair, 1).high
-    assert of(fast, four, 1).low > of(fast, pair, 1).high
+    crowded = of(fast, pair, 1)
+    assert of(slow, pair, 1).attained > crowded.attained
+    assert of(fast, four, 1).attained > crowded.attained
+    assert crowded.early > crowded.attained, "the first ones found an empty cluster"
 
 
 def test_each_target_counts_by_itself() -> None:
-    load = load_of(30, 26.0, 4000, 20)
+    load = load_of(24, 26.0, 4000, 20)
     first, later, both = (
-        forecast(load, ttft_ms, tpot_ms, RoleCounts(1, 1), TABLE, 1).attainment
-        for ttft_ms, tpot_ms in ((200.0, None), (None, 4.0), (200.0, 4.0))
+        of(load, RoleCounts(1, 1), 1, targets=targets).attained
+        for targets in ((200.0, None), (None, 4.0), (200.0, 4.0))
     )
     assert 0.1 < first < 0.9, "two nodes read 23 of these prompts a second"
     assert later < 0.1, "a step of one stream takes longer"
     assert both <= min(first, later)
-
-
-def test_without_requests_or_targets_all_are_met() -> None:
-    assert of([], RoleCounts(0, 0, 1), 0) == Forecast(1.0, 1.0, 1.0)
-    free = load_of(5, 100.0, 2000, 2)
-    assert forecast(free, None, None, RoleCounts(1, 1), TABLE, 0).attainment == 1.0
+    assert of(load, RoleCounts(1, 1), 0, targets=(None, None)).attained == 1.0
 
 
 def test_roles_without_a_node_that_decodes_are_refused() -> None:
@@ -60,9 +60,9 @@ def test_roles_without_a_node_that_decodes_are_refused() -> None:
         of(load_of(2, 1.0, 10, 2), RoleCounts(3), 0)
     for name in ("", "2P", "0M", "2D1P", "P1D"):
         with pytest.raises(StartupError, match="no node that decodes, or is not like"):
-            RoleCounts.parse(name)
+            roles_of(name)
     for name in ("2P1D", "4M", "1P2D+1M", "3D"):
-        assert RoleCounts.parse(name).name == name
+        assert roles_of(name).name == name
 
 
 @pytest.mark.long

@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING
 import msgspec
 import pytest
 
+from benchmarks.slo.setting import roles_of
 from pd_cluster.bench.workload import Length, poisson
 from pd_cluster.launch.cli import build_parser, main
 from pd_cluster.planning.coarse import serve_coarsely
 from pd_cluster.planning.delays import MEASURED
 from pd_cluster.planning.plan_report import commands, steps_line, verdict
 from pd_cluster.planning.role_counts import RoleCounts
-from pd_cluster.planning.search import FineFigures, Judged, Sought, search
+from pd_cluster.planning.search import LOST, FineFigures, Judged, Sought, search
 from pd_cluster.planning.settings import PlannedSetting, RankCounts, fits_hosts, settings_of
 from pd_cluster.planning.simulated_cluster import RoleDevices
 from pd_cluster.planning.step_table import packaged_tables
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 TABLE = packaged_tables()["8b-h200-tp1"]
 PLAN = "plan --gpus 2 --slo-ttft-ms 200 --slo-tpot-ms 10"
-LOAD = " --rate 20 --in 1024 --out 64 --num-requests 30"
+LOAD = " --rate 20 --in 1024 --out 64 --num-requests 10"
 
 
 def sought_of(num: int, rate: float, prompt: int, answer: int) -> Sought:
@@ -35,8 +36,8 @@ def sought_of(num: int, rate: float, prompt: int, answer: int) -> Sought:
 
 
 def judged(name: str, attained: float, low: float, high: float) -> Judged:
-    figures = FineFigures(attained, (1.0, 2.0, 3.0), (1.0, 2.0, 3.0), (0.0, 0.1), 0)
-    return Judged(PlannedSetting(RoleCounts.parse(name), RankCounts()), figures, low, high)
+    figures = FineFigures(attained, attained, (1.0, 2.0, 3.0), (1.0, 2.0, 3.0), (0.0, 0.1), 0)
+    return Judged(PlannedSetting(roles_of(name), RankCounts()), figures, low, high)
 
 
 def test_every_setting_uses_the_gpus_and_has_hosts_for_its_nodes() -> None:
@@ -52,7 +53,7 @@ def test_every_setting_uses_the_gpus_and_has_hosts_for_its_nodes() -> None:
 
 
 def test_a_search_is_repeatable_and_ranks_by_attainment() -> None:
-    sought = sought_of(60, 26.0, 4000, 20)
+    sought = sought_of(16, 26.0, 4000, 20)
     settings = [one for one in settings_of(2, [1], 8) if not one.roles.prefill or not one.roles.mixed]
     first, again = (search(sought, settings, lambda *_: None, workers=1) for _ in range(2))
     assert first == again
@@ -65,6 +66,7 @@ def test_a_search_is_repeatable_and_ranks_by_attainment() -> None:
         rates, attained = zip(*one.by_rate.items(), strict=True)
         assert list(rates) == sorted(rates)
         assert attained[0] > attained[-1], "more requests a second"
+        assert all(share >= LOST for rate, share in one.by_rate.items() if 26.0 <= rate < max(rates)), "no higher ones"
         assert rates[0] < 26.0, "not all of the load is met, so lower rates are simulated"
         steps = one.figures.steps
         assert set(steps) == {role for role, number in one.setting.roles._asdict().items() if number}
@@ -78,7 +80,7 @@ def test_rates_below_a_load_that_is_met_are_left_out() -> None:
     assert len(one.by_rate) == 4
 
 
-@pytest.mark.parametrize("rate", [6.0, 14.0, 30.0])
+@pytest.mark.parametrize("rate", [6.0, 14.0, 30.0])  # of 28 and more a rest of 1e-33 s of slack was spent for ever
 def test_the_coarse_model_serves_all_and_less_well_with_more_load(rate: float) -> None:
     devices = RoleDevices.alike(TABLE.device)
 
@@ -106,9 +108,9 @@ def test_near_settings_are_one_answer_and_clear_ones_are_not() -> None:
 def test_a_plan_for_another_card_or_version_says_so_first() -> None:
     sought = sought_of(2, 1.0, 10, 2)
     assert "ANOTHER CARD than NVIDIA H100" in steps_line(sought, "NVIDIA H100", "8b")
-    assert "another version" in steps_line(sought, "", "")
-    own = msgspec.structs.replace(TABLE, versions={"pd_cluster": "0.1.0"})
-    assert "another" not in steps_line(replace(sought, tables={1: own}), TABLE.card, "8b")
+    old = msgspec.structs.replace(TABLE, versions={"pd_cluster": "0.0.9"})
+    assert "another version (0.0.9)" in steps_line(replace(sought, tables={1: old}), "", "")
+    assert "another" not in steps_line(sought, TABLE.card, "8b")
 
 
 def test_the_command_that_starts_a_setting_is_one() -> None:
@@ -124,7 +126,7 @@ def test_a_plan_is_printed_and_written(tmp_path: Path, capsys: pytest.CaptureFix
     out = tmp_path / "plan.json"
     assert main(shlex.split(f"{PLAN}{LOAD} --json {out} --plot {tmp_path / 'plan.png'}")) == 0
     shown = capsys.readouterr().out
-    assert shown.startswith("Steps: 8b on NVIDIA H200, TP 1, fitted")
+    assert shown.startswith("Steps: 8b on NVIDIA H200, TP 1, measured")
     for part in ("1P1D", "2M", "pd-cluster up --model", "Helm values", "Ray spec", "Not simulated"):
         assert part in shown
     record = json.loads(out.read_text())

@@ -13,8 +13,8 @@ from pd_cluster.planning.table_points import planned_points
 from pd_cluster.scheduling.step_model import StepWork, keys_of
 
 
-@pytest.mark.parametrize("name", sorted(packaged_tables()))
-def test_a_packaged_table_says_what_its_source_does_between_the_points(name: str) -> None:
+@pytest.mark.parametrize("name", [source[0] for source in SOURCES.values()])
+def test_a_fitted_table_says_what_its_source_does_between_the_points(name: str) -> None:
     table = packaged_tables()[name]
     [(shape, ranks)] = [key for key, source in SOURCES.items() if source[0] == name]
     assert table == fitted_table(shape, ranks), "python -m benchmarks slo --write-tables pd_cluster/planning/tables"
@@ -24,6 +24,21 @@ def test_a_packaged_table_says_what_its_source_does_between_the_points(name: str
     works += [StepWork(0, 0, size, keys_of(size, 3000)) for size in (100, 700, 1700)]
     for work in works:
         assert table.device.seconds(work) == pytest.approx(source.seconds(work), rel=0.07), work
+
+
+def test_the_heat_of_steps_measured_one_after_the_other_is_taken_off() -> None:
+    """Else the simulation, which heats a device by its steps, would heat these twice."""
+    table = packaged_tables()["8b-h200-tp1"]
+    device, times = table.device, {point[:4]: (point.ms, point.hot_ms) for point in table.points}
+    alone, hot = times[0, 0, 2048, 0]
+    beside = times[1, 1024, 2047, 0][0]
+    assert device.heat == pytest.approx(times[0, 0, 1024, 0][1] / times[0, 0, 1024, 0][0] - 1)
+    found = 1e3 * device.seconds(StepWork(1, 1024, 2047, keys_of(2047, 0)))
+    assert found == pytest.approx(beside / (1 + device.heat), rel=0.02)
+    assert 1e3 * device.seconds(StepWork(0, 0, 2048, keys_of(2048, 0))) == pytest.approx(alone, rel=0.001)
+    assert alone < hot
+    few = 1e3 * device.seconds(StepWork(8, 8 * 1024, 8, keys_of(8, 0)))
+    assert few == pytest.approx(times[8, 1024, 8, 0][0], rel=0.01), "few tokens heat nothing"
 
 
 def test_a_step_between_points_takes_what_the_points_say() -> None:

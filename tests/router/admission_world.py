@@ -14,7 +14,8 @@ from pd_router.admission.key_admission import AdmittedRequest, KeyAdmission
 from pd_router.calls.body import RequestBody
 from pd_router.config import RouterConfig
 from pd_router.errors import RateLimited
-from pd_router.nodes.node_table import NodeTable, Role
+from pd_router.nodes.node import Role
+from pd_router.nodes.node_table import NodeTable
 from pd_router.policy.charge import Charge
 from pd_router.policy.prompt_facts import PromptFacts
 from pd_router.records.metrics import RouterMetrics

@@ -11,7 +11,8 @@ if TYPE_CHECKING:
     from collections.abc import Collection
 
     from pd_router.config import HandoffOrder, RouterConfig
-    from pd_router.nodes.node_table import Node, NodeTable
+    from pd_router.nodes.node import Node
+    from pd_router.nodes.node_table import NodeTable
     from pd_router.policy.prompt_facts import PromptFacts
 
 

@@ -14,7 +14,7 @@ from tests.router.fake_nodes import SILENT
 if TYPE_CHECKING:
     from collections.abc import Coroutine
 
-    from pd_router.nodes.node_table import Node
+    from pd_router.nodes.node import Node
 
 T = TypeVar("T")
 LOOK_S = 0.002

@@ -9,8 +9,9 @@ from math import inf
 from typing import TYPE_CHECKING, Any, cast
 
 from pd_router.config import RouterConfig
+from pd_router.nodes.node import Node, NodeSpec, Role
 from pd_router.nodes.node_connection import AnswerHead
-from pd_router.nodes.node_table import FLAGS, Node, NodeSpec, NodeTable, Role
+from pd_router.nodes.node_table import FLAGS, NodeTable
 from pd_router.policy.charge import Charge
 
 if TYPE_CHECKING:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 import orjson
 
+from pd_router.nodes.node_report import report
 from pd_router.policy.charge import Charge
 from tests.deadlines import HANG_S
 from tests.http.answer import CHAT, HI
@@ -119,7 +120,7 @@ class LegCase:
                 gets = await world.send(router, stream=stream)
             await until(lambda: outcomes(router))
             await router.idle()
-            ill = [str(node["node_id"]) for node in router.services.table.report() if not node["healthy"]]
+            ill = [str(node["node_id"]) for node in report(router.services.table) if not node["healthy"]]
             found = (gets, " ".join(world.asked), counted(router), " ".join(ill), outcomes(router))
             if found == self.expected:
                 await until(lambda: world.closed() == self.closed)
@@ -185,7 +186,7 @@ class World:
             await named[name].wait_seen(1)
             named[name].is_silent, named[name].is_frozen = illness == "silent", illness == "frozen"
             await router.poll(named[name], limit_s=SOON_S if illness == "silent" else HANG_S)
-            down = [str(node["down"]) for node in router.services.table.report() if node["node_id"] == name]
+            down = [str(node["down"]) for node in report(router.services.table) if node["node_id"] == name]
             assert ("did not answer" if illness == "silent" else "no progress") in down[0]
         if case.leaves not in ("", "stream"):
             await named[case.leaves].wait_seen(1)

@@ -14,7 +14,8 @@ from pd_connectors.protocol.feed import NodeLoad
 from pd_http.errors import ModelNotFound
 from pd_router.config import HandoffOrder, RouterConfig
 from pd_router.errors import NoNode
-from pd_router.nodes.node_table import FULL_KV, Node, NodeTable, Role
+from pd_router.nodes.node import FULL_KV, Node, Role
+from pd_router.nodes.node_table import NodeTable
 from pd_router.policy.charge import Charge
 from pd_router.policy.cost import LOCAL_TOKENS, SPEEDS, STREAM_SHARE, Costs
 from pd_router.policy.prompt_facts import PromptFacts

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.anyio, pytest.mark.integration]
 DEADLINE_S = HANG_S
-NUM_BEFORE = 200  # answers before the signal, so that every connection is in use
+NUM_BEFORE = 80  # answers before the signal, so that every connection is in use
 STREAM = {**BODY, "stream": True}
 END = b"data: [DONE]\n\n"
 

@@ -11,7 +11,8 @@ import msgspec
 import pytest
 
 from pd_cluster.config import LoraConfig
-from pd_cluster.protocol.messages import EngineNews, EngineStats, KvStats, LoadAdapter, UnloadAdapter
+from pd_cluster.protocol.messages import EngineNews, EngineStats, KvStats
+from pd_cluster.protocol.orders import LoadAdapter, UnloadAdapter
 from pd_cluster.server.node import node_adapters
 from pd_connectors.protocol.adapters import ON_DEVICE, ON_FILE, AdapterRecord, AdapterState
 from pd_connectors.protocol.feed import NodeLoad

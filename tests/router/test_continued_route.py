@@ -15,7 +15,8 @@ from pd_router.requests.stream_record import StreamRecord
 from tests.router.test_choice import TOKEN_S, config, table, tell
 
 if TYPE_CHECKING:
-    from pd_router.nodes.node_table import Node, NodeTable
+    from pd_router.nodes.node import Node
+    from pd_router.nodes.node_table import NodeTable
 
 NUM_PROMPT, NUM_KNOWN = 1000, 200
 PROMPT = PromptFacts(4 * NUM_PROMPT)

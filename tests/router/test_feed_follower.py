@@ -22,7 +22,7 @@ from tests.router.fake_nodes import FakeNode, running
 from tests.router.router_process import KEY, Router, serving, until
 
 if TYPE_CHECKING:
-    from pd_router.nodes.node_table import Node
+    from pd_router.nodes.node import Node
     from pd_router.nodes.node_view import NodeView
 
 pytestmark = pytest.mark.anyio

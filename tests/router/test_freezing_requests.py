@@ -12,7 +12,7 @@ from pd_connectors.protocol.ticket import Offer, verify
 from pd_http.errors import NodesDied, NodesFrozen
 from pd_http.node_answers import FailureKind
 from pd_router.nodes.liveness import Down
-from pd_router.nodes.node_table import Node, Role
+from pd_router.nodes.node import Node, Role
 from pd_router.requests.node_deaths import NodeDeaths
 from tests.http.answer import COMPLETIONS, PROMPT, post
 from tests.router import fake_nodes as fakes

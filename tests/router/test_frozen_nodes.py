@@ -9,7 +9,7 @@ import pytest
 from pd_http.errors import NodesDied
 from pd_http.node_answers import FailureKind
 from pd_router.nodes.liveness import Down
-from pd_router.nodes.node_table import Node, Role
+from pd_router.nodes.node import Node, Role
 from pd_router.nodes.upstream import LegFailed
 from pd_router.requests.liveness_guard import LivenessGuard
 from pd_router.requests.node_deaths import NodeDeaths

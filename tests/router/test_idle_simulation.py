@@ -14,18 +14,19 @@ from typing import TYPE_CHECKING
 import pytest
 
 from benchmarks.slo import rules
+from benchmarks.slo.setting import roles_of
 from pd_cluster.bench.workload import Arrival
 from pd_cluster.planning.device import Device
-from pd_cluster.planning.role_counts import RoleCounts
 from pd_cluster.planning.simulated_cluster import RoleDevices, Served, SimulatedCluster
 from pd_cluster.planning.simulated_node import SimulatedNode
-from pd_router.nodes.node_table import Node, NodeTable
+from pd_router.nodes.node_table import NodeTable
 from pd_router.nodes.trial import MOST, SAVED
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pd_cluster.scheduling.step_model import StepWork
+    from pd_router.nodes.node import Node
 
 LENGTHS = (400, 1500)  # prompt tokens
 NUM_OUTPUT = 8
@@ -52,7 +53,7 @@ class RestartedCluster(SimulatedCluster):
 
     def __init__(self, setting: str, slow: float = 1.0, seed: int = 0) -> None:
         self.rule = next(rule for rule in rules(200, 10) if rule.name == "no limit")
-        super().__init__(RoleCounts.parse(setting), self.rule, seed, RoleDevices.alike(CpuDevice()))
+        super().__init__(roles_of(setting), self.rule, seed, RoleDevices.alike(CpuDevice()))
         self.devices = {"P": CpuDevice(slow), "D": CpuDevice()}
         self._lengths = cycle(LENGTHS)
         for name in "PD":

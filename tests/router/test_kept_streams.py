@@ -20,7 +20,8 @@ from tests.router.test_choice import NOW_S, chosen, table, tell
 from tests.router.test_feed_follower import FakeFeed
 
 if TYPE_CHECKING:
-    from pd_router.nodes.node_table import Node, NodeTable
+    from pd_router.nodes.node import Node
+    from pd_router.nodes.node_table import NodeTable
 
 TPOT_S = 0.010
 

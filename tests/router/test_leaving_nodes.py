@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pd_connectors.protocol.feed import FeedDelta, FeedSnapshot, NodeLoad
-from pd_router.nodes.node_table import Node, Role
+from pd_router.nodes.node import Node, Role
 from pd_router.requests.resume_nodes import MAX_FAILURES, ResumeNodes
 from pd_router.requests.stream_record import StreamRecord
 from tests.deadlines import HANG_S

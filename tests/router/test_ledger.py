@@ -10,8 +10,9 @@ from msgspec.structs import replace
 from pd_connectors.protocol.feed import FeedDelta, FeedMessage, FeedSnapshot, NodeLoad
 from pd_router.config import HandoffOrder, RouterConfig
 from pd_router.nodes.ledger import NodeWork
+from pd_router.nodes.node import Node, Role
 from pd_router.nodes.node_feed import NodeFeed
-from pd_router.nodes.node_table import Node, NodeTable, Role
+from pd_router.nodes.node_table import NodeTable
 from pd_router.nodes.prefix_index import PrefixIndex
 from pd_router.policy.charge import Charge, charge_for
 from pd_router.policy.cost import Costs

@@ -9,15 +9,15 @@ import pytest
 from multidict import CIMultiDict
 
 from pd_http.node_answers import FailureKind
+from pd_router.nodes.node import Role
 from pd_router.nodes.node_connection import AnswerBroken
-from pd_router.nodes.node_table import Role
 from pd_router.nodes.upstream import Answer, LegFailed, Refused
 from pd_router.requests.legs import DecodeLeg, Handoff, PrefillLeg
 from pd_router.requests.stream_record import StreamRecord
 from tests.router.fake_legs import STUCK, FakeExchange, FakeUpstream, VirtualTime, answer, as_any, charge, node
 
 if TYPE_CHECKING:
-    from pd_router.nodes.node_table import Node
+    from pd_router.nodes.node import Node
 
 pytestmark = pytest.mark.anyio
 TICKET_S, FIRST_S, BODY_S = 7.0, 8.0, 9.0

@@ -122,7 +122,7 @@ async def test_a_node_that_dies_in_the_middle_gives_no_end(path: str, has_length
                 await answer.read()
         await router.idle()
         assert sum(len(node.seen) for node in nodes) == 1, "no other node can go on with it"
-        failures = router.services.metrics.leg_failures.collect()
+        failures = router.services.metrics.legs.failures.collect()
         assert [one.value for metric in failures for one in metric.samples if one.name.endswith("_total")] == [1]
 
 

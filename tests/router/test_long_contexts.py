@@ -24,7 +24,8 @@ from pd_router.policy.prompt_facts import prompt_facts
 from tests.router.test_choice import NOW_S, chosen, table
 
 if TYPE_CHECKING:
-    from pd_router.nodes.node_table import Node, NodeTable
+    from pd_router.nodes.node import Node
+    from pd_router.nodes.node_table import NodeTable
 
 TOKEN_S, KEY_S = 20e-6, 1.5e-9
 CONTEXT, STEP_S, SHARE, KEYS = 40_000, 0.0107, 251, 6000  # of five streams, each of so many tokens

@@ -11,7 +11,8 @@ import pytest
 from pd_connectors.protocol.feed import NodeLoad
 from pd_http.body import longest_body
 from pd_router.config import HandoffOrder, RouterConfig
-from pd_router.nodes.node_table import FLAGS, NodeSpec, NodeTable, Role
+from pd_router.nodes.node import NodeSpec, Role
+from pd_router.nodes.node_table import FLAGS, NodeTable
 from pd_router.nodes.node_view import TextRatio
 from pd_router.policy.charge import Charge
 from pd_router.policy.cost import FEW_NODES, Costs
@@ -22,7 +23,7 @@ from tests.router.choosing import choose
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pd_router.nodes.node_table import Node
+    from pd_router.nodes.node import Node
 
 NOW_S = 100.0
 NUM_TABLES = 120

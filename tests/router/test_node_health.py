@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from pd_router.nodes.node_report import report
 from pd_router.sources.kubernetes import KubernetesPods
 from tests.http.answer import COMPLETIONS, PROMPT, post
 from tests.router import fake_nodes as fakes
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
     from pathlib import Path
 
-    from pd_router.nodes.node_table import Node
+    from pd_router.nodes.node import Node
     from pd_router.nodes.upstream import Answer
 
 pytestmark = [pytest.mark.anyio, pytest.mark.long, pytest.mark.usefixtures("sure_checks")]
@@ -111,7 +112,7 @@ async def named_by(
 
 
 def healthy(router: Router) -> list[object]:
-    return [node["node_id"] for node in router.services.table.report() if node["healthy"]]
+    return [node["node_id"] for node in report(router.services.table) if node["healthy"]]
 
 
 def port_of(node: FakeNode) -> int:

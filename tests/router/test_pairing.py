@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import given
@@ -11,12 +11,15 @@ from hypothesis import strategies as st
 
 from pd_connectors.protocol.ticket import Offer, verify
 from pd_router.config import HandoffOrder
-from pd_router.nodes.node_table import Node, NodeTable, Role
+from pd_router.nodes.node import Node, Role
 from pd_router.watch.health import HealthPoller
 from tests.router import fake_nodes as fakes
 from tests.router.fake_nodes import FakeNode, running
 from tests.router.router_process import KEY, Router, serving
 from tests.router.test_choice import NOW_S, chosen, keep_busy, learned, table
+
+if TYPE_CHECKING:
+    from pd_router.nodes.node_table import NodeTable
 
 BODY = {"model": "demo", "prompt": "x" * 400, "stream": True}
 

@@ -16,7 +16,8 @@ from pd_router.calls.body import RequestBody
 from pd_router.endpoint_picker.config import PickerConfig
 from pd_router.endpoint_picker.picks import EndpointPicker, Pick, address_of, subset_of
 from pd_router.errors import NoNode
-from pd_router.nodes.node_table import Node, NodeTable, Role
+from pd_router.nodes.node import Node, Role
+from pd_router.nodes.node_table import NodeTable
 from pd_router.nodes.trial import MOST
 from pd_router.nodes.upstream import Upstream
 from pd_router.policy.cost_policy import CostPolicy

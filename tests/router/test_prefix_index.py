@@ -19,8 +19,8 @@ from pd_router.calls.body import RequestBody
 from pd_router.nodes import prefix_index
 from pd_router.nodes.adapter_table import AdapterTable
 from pd_router.nodes.answer_lengths import AnswerLengths
+from pd_router.nodes.node import Node, Role
 from pd_router.nodes.node_feed import FeedLost, NodeFeed
-from pd_router.nodes.node_table import Node, Role
 from pd_router.nodes.prefix_index import PrefixIndex
 from pd_router.policy.prompt_facts import prompt_facts
 

@@ -152,7 +152,7 @@ async def test_a_node_that_fails_before_the_answer_is_complete_is_replaced(scrip
         await router.idle()
         failures = [
             sample.value
-            for metric in router.services.metrics.leg_failures.collect()
+            for metric in router.services.metrics.legs.failures.collect()
             for sample in metric.samples
             if sample.labels.get("leg") == "prompt" and sample.name.endswith("_total")
         ]

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from pd_router.nodes.node_table import Node, Role
+from pd_router.nodes.node import Node, Role
 from pd_router.nodes.speed import DOUBT_S, FORGET_S, ODD, ReadingSpeed
 from pd_router.policy.charge import Charge
 

@@ -13,7 +13,8 @@ from pd_connectors.protocol.feed import FeedDelta, FeedSnapshot, NodeLoad
 from pd_connectors.protocol.ticket import NOT_SEEN, NodeOrder, verify
 from pd_http.endpoints import ROLE_PATH
 from pd_router.config import RouterConfig
-from pd_router.nodes.node_table import FLAGS, NodeSpec, NodeTable, Role
+from pd_router.nodes.node import NodeSpec, Role
+from pd_router.nodes.node_table import FLAGS, NodeTable
 from tests.http.answer import COMPLETIONS, PROMPT
 from tests.router import fake_nodes as fakes
 from tests.router.fake_nodes import FakeNode, Seen, running

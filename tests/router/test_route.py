@@ -16,7 +16,8 @@ from tests.router.test_choice import NOW_S, config, table
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pd_router.nodes.node_table import Node, NodeTable
+    from pd_router.nodes.node import Node
+    from pd_router.nodes.node_table import NodeTable
 
 PROMPT = PromptFacts(4000)
 

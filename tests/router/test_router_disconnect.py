@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from pd_router.nodes.node_table import Role
+from pd_router.nodes.node import Role
 from tests.http.answer import CHAT, HI, post
 from tests.router import fake_nodes as fakes
 from tests.router.fake_nodes import FakeNode, running

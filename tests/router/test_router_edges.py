@@ -123,7 +123,7 @@ async def test_what_the_router_tells_about_itself() -> None:
             "node_id": "p7", "role": "prefill", "url": p.url, "healthy": True, "epoch": 7, "models": ["demo"],
             "outstanding": {"prefill_bytes": 0, "sequences": 0}, "state": "active", "source": "flags", "down": None,
             "slow_links": [], "down_s": None, "restarts": 0, "kv_version": "", "role_changes": 0, "role_order": None,
-            "tells_orders": False, "tp": None, "max_model_len": None, "adapters": {},
+            "tells_orders": False, "tp": None, "max_model_len": None, "adapters": {}, "adapter_errors": {},
             "load": {
                 "feed": "none", "queued_tokens": 0, "sequences": 0, "free_tokens": None, "stream_room": None,
                 "cached_blocks": 0, "engine": None,

@@ -13,6 +13,7 @@ from aiohttp import web
 
 from pd_cluster.server.app import create_app
 from pd_http.node_report import NodeReport, encode_report
+from pd_router.nodes.node_report import report
 from pd_router.watch.health import MAX_MODELS, HealthPoller
 from tests.bad_bodies import BAD_BODIES, OVERSIZED, check_error, nested
 from tests.http.answer import CHAT, HI
@@ -58,7 +59,7 @@ async def test_bad_bodies_leave_every_node_healthy(order: str) -> None:
                     assert answer.status == 413
                     check_error(await answer.json())
         await router.idle()
-        assert all(node["healthy"] for node in router.services.table.report())
+        assert all(node["healthy"] for node in report(router.services.table))
         assert engines[0].requests == engines[1].requests == []
     for engine in engines:
         await engine.close()

@@ -14,7 +14,9 @@ from pd_http.sse import Event, SseParser
 from pd_router.calls import headers
 from pd_router.calls.body import RequestBody
 from pd_router.config import HandoffOrder, RouterConfig
-from pd_router.nodes.node_table import Node, NodeTable, Role
+from pd_router.nodes.node import Node, Role
+from pd_router.nodes.node_report import describe
+from pd_router.nodes.node_table import NodeTable
 from pd_router.policy.charge import Charge
 
 NAMES = st.sampled_from(["ticket", "done", "error", "message"])
@@ -146,14 +148,14 @@ def test_it_is_told_since_when_a_node_is_down() -> None:
     nodes = table(num_prefill=1)
     clock, node = nodes.clock, nodes.nodes[0]
     assert isinstance(clock, FakeClock)
-    assert nodes.describe(node)["down_s"] is None
+    assert describe(nodes, node)["down_s"] is None
     nodes.failed(node, unreachable=True)
     clock.now_s += 1.5
     nodes.set_down(node)  # /health says the same: it has been down all the time
     clock.now_s += 1.5
-    assert (nodes.describe(node)["down_s"], nodes.describe(node)["healthy"]) == (3.0, False)
+    assert (describe(nodes, node)["down_s"], describe(nodes, node)["healthy"]) == (3.0, False)
     nodes.set_up(node)
-    assert (nodes.describe(node)["down_s"], nodes.describe(node)["healthy"]) == (None, True)
+    assert (describe(nodes, node)["down_s"], describe(nodes, node)["healthy"]) == (None, True)
 
 
 def test_an_ejected_node_returns_when_its_time_is_over() -> None:

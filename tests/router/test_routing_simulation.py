@@ -145,7 +145,7 @@ def test_conversations_are_held_by_their_seed(at_once: int) -> None:
 def test_mixed_nodes_answer_more_and_stall_longer() -> None:
     """As it was measured: 1.35 and 1.68 requests a second, gaps of 24 and 122 ms."""
     preset = TURNS["turns"]
-    preset = replace(preset, plan=replace(preset.plan, num_conversations=10))
+    preset = replace(preset, plan=replace(preset.plan, num_conversations=8, num_turns=Length(4, 4)))
     pair, mixed = (simulate_turns(preset, setting, 0) for setting in ("1P1D", "2M"))
     assert 1.0 < mixed.whole.request_rate / pair.whole.request_rate < 1.4
     gaps = [one.whole.spreads["longest gap"].p50_ms for one in (pair, mixed)]

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pd_router.nodes.node_table import NodeSpec, Role
+from pd_router.nodes.node import NodeSpec, Role
 from pd_router.sources.base import NamedNode, Roster, is_logged
 from pd_router.sources.membership import GONE_S, Membership, Sight
 

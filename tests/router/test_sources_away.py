@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pd_router.config import RouterConfig
-from pd_router.nodes.node_table import NodeSpec, NodeTable, Role
+from pd_router.nodes.node import NodeSpec, Role
+from pd_router.nodes.node_table import NodeTable
 from pd_router.sources.discovery import Discovery
 from pd_router.sources.kubernetes import RETRY_S, KubernetesPods
 from pd_router.sources.membership import GONE_S
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
 
-    from pd_router.nodes.node_table import Node
+    from pd_router.nodes.node import Node
     from tests.router.fake_kubernetes import FakeKubernetes
     from tests.router.router_process import Router
 

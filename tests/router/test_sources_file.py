@@ -12,7 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pd_router.config import RouterConfig
-from pd_router.nodes.node_table import Node, NodeSpec, NodeTable, Role
+from pd_router.nodes.node import Node, NodeSpec, Role
+from pd_router.nodes.node_report import report
+from pd_router.nodes.node_table import NodeTable
 from pd_router.sources.base import NamedNode, Roster
 from pd_router.sources.discovery import Discovery
 from pd_router.sources.file import NodesFile, parse_nodes
@@ -168,7 +170,7 @@ def test_the_table_is_what_the_sources_say_last(said: list[tuple[str, list[NodeS
             assert table.source_of(node) in last
         assert not any(n.is_healthy(0.0) for n in ever if n.gone)
         still = {(n.url, n.role) for n in ever if n.gone and not n.is_idle}
-        told = {(r["url"], r["role"]) for r in table.report() if r["state"] == "leaving"}
+        told = {(r["url"], r["role"]) for r in report(table) if r["state"] == "leaving"}
         assert told == {(url, role.value) for url, role in still}
 
 
@@ -191,7 +193,7 @@ async def test_a_node_that_leaves_the_file_gets_nothing_more_and_finishes_what_i
                 assert await first.content.readany() == fakes.chunk("a")
                 path.write_text(listing(NodeSpec(new.url, Role.DECODE)))
                 await until(lambda: healthy() == [new.url])
-                (leaving,) = [n for n in table.report() if n["state"] == "leaving"]
+                (leaving,) = [n for n in report(table) if n["state"] == "leaving"]
                 assert (leaving["url"], leaving["outstanding"]) == (old.url, {"prefill_bytes": 0, "sequences": 1})
                 async with router.session.post(router.url + "/v1/completions", json=body) as second:
                     assert (await second.read()).endswith(b"data: [DONE]\n\n")
@@ -199,4 +201,4 @@ async def test_a_node_that_leaves_the_file_gets_nothing_more_and_finishes_what_i
                 old.go_on.set()
                 assert (await first.read()).endswith(b"data: [DONE]\n\n")
             await router.idle()
-            assert [n["state"] for n in table.report()] == ["active"]
+            assert [n["state"] for n in report(table)] == ["active"]

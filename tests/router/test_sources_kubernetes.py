@@ -13,7 +13,8 @@ from lightkube.resources.core_v1 import Pod
 
 from pd_http.errors import StartupError
 from pd_router.config import RouterConfig
-from pd_router.nodes.node_table import NodeSpec, NodeTable, Role
+from pd_router.nodes.node import NodeSpec, Role
+from pd_router.nodes.node_table import NodeTable
 from pd_router.sources.base import NamedNode
 from pd_router.sources.discovery import Discovery
 from pd_router.sources.kubernetes import MAX_RETRY_S, RETRY_S, KubernetesPods, nodes_of

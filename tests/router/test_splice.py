@@ -14,7 +14,7 @@ from pd_http.body import ClientGone
 from pd_http.held_bytes import HeldBytes
 from pd_http.node_answers import FailureKind
 from pd_router.calls.reply import CallReply
-from pd_router.nodes.node_table import Role
+from pd_router.nodes.node import Role
 from pd_router.nodes.upstream import Answer, LegFailed
 from pd_router.requests.legs import DecodeLeg
 from pd_router.requests.splice import StreamSplice, send_answer
@@ -23,7 +23,7 @@ from tests.router.fake_legs import STUCK, FakeExchange, VirtualTime, answer, as_
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from pd_router.nodes.node_table import Node
+    from pd_router.nodes.node import Node
 
 pytestmark = pytest.mark.anyio
 IDLE_S = 10.0

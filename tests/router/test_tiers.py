@@ -18,8 +18,8 @@ from pd_connectors.protocol.text_chain import AS_ALWAYS
 from pd_router.calls.body import RequestBody
 from pd_router.nodes.adapter_table import AdapterTable
 from pd_router.nodes.answer_lengths import AnswerLengths
+from pd_router.nodes.node import Node, Role
 from pd_router.nodes.node_feed import SLICE_BLOCKS, NodeFeed
-from pd_router.nodes.node_table import Node, Role
 from pd_router.nodes.prefix_index import PrefixIndex, _LowerPlace, _Place, _Step
 from pd_router.policy.cost import Costs
 from pd_router.policy.prompt_facts import PromptFacts, prompt_facts

@@ -10,13 +10,14 @@ from hypothesis import strategies as st
 
 from pd_connectors.protocol.feed import NodeLoad
 from pd_router.config import HandoffOrder, RouterConfig
-from pd_router.nodes.node_table import Node, NodeTable
+from pd_router.nodes.node_table import NodeTable
 from pd_router.nodes.trial import FEWEST, MOST, SAVED, SHORT_S, IdleTrial
 from pd_router.policy.charge import Charge
 from pd_router.policy.prompt_facts import PromptFacts
 from tests.router.choosing import choose
 
 if TYPE_CHECKING:
+    from pd_router.nodes.node import Node
     from pd_router.policy.cost_policy import CostRoute
 
 TOKEN_S = 100e-6

@@ -57,7 +57,7 @@ def num_drafts_of_a_walk(seed: int) -> int:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("first", range(0, 40, 10))
+@pytest.mark.parametrize("first", range(0, 20, 10))
 def test_drafts_turn_no_captured_step_into_a_launched_one(first: int) -> None:
     assert sum(map(num_drafts_of_a_walk, range(first, first + 10))) > 300, "and decodes alone have them"
 

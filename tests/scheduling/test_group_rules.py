@@ -381,7 +381,7 @@ def test_a_preemption_for_a_sequence_makes_room_for_it(name: str, seed: int, mon
         return is_writable
 
     monkeypatch.setattr(Planner, "_make_writable", checked)
-    random_walk(100 + seed, num_steps=120, kv=name)
+    random_walk(100 + seed, num_steps=80, kv=name)
 
 
 @pytest.mark.long

@@ -143,11 +143,12 @@ def walks(kv: str, seeds: range) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("kv", SETS)
 def test_no_order_of_side_copies_changes_a_token(kv: str) -> None:
-    walks(kv, range(8 if SETS[kv].has_state else 3))  # with states fewer boundaries are hits
+    # With states fewer boundaries are hits, and still fewer where these are far from each other
+    walks(kv, range(8 if kv == "full+far state" else 5 if SETS[kv].has_state else 2))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("kv", SETS)
 def test_no_order_of_side_copies_changes_a_token_in_many_walks(kv: str) -> None:
-    walks(kv, range(3, 84))
+    walks(kv, range(2, 84))

@@ -207,8 +207,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     def accounts_balance(self) -> None:
         if hasattr(self, "world"):
             self.world.check()
-            sequences = self.world.scheduler._queues.sequences
-            assert all(sequences[one].status is not SequenceStatus.FINISHED for one in self.world.scheduler.unready)
+            sequences, unready = self.world.scheduler._queues.sequences, self.world.scheduler.unready.wanted
+            assert all(sequences[one].status is not SequenceStatus.FINISHED for one in unready)
 
     def teardown(self) -> None:
         if not hasattr(self, "world"):
@@ -226,7 +226,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 world.give_first_tokens(request)
             else:
                 world.drain(load)
-        world.run_until_idle(MOST_STEPS, readers_come=True)
+        world.run_until_idle(MOST_STEPS, readers_come=True, check_each=4)  # the worker checks what each step reads
         for lease_id in list(world.leases):
             world.end_lease(lease_id)
         world.check_empty()
@@ -257,7 +257,7 @@ def run_machine(max_examples: int, steps: int) -> int:
 
 @pytest.mark.long
 def test_random_operations_leak_nothing_and_change_no_token() -> None:
-    assert run_machine(max_examples=60, steps=40) >= 60
+    assert run_machine(max_examples=40, steps=40) >= 40
 
 
 @pytest.mark.slow
@@ -365,7 +365,7 @@ def test_a_busy_random_walk_leaks_nothing_and_changes_no_token(seed: int) -> Non
     # each set
     ("seed", "kv"),
     [
-        pytest.param(seed + 5 * (number % 2), kv, marks=[pytest.mark.slow] * ((seed + number) % 5 >= 3))
+        pytest.param(seed + 5 * (number % 2), kv, marks=[pytest.mark.slow] * ((seed + number) % 5 >= 2))
         for number, kv in enumerate(SETS)
         if kv != "full"
         for seed in range(5)

@@ -348,7 +348,7 @@ def run_machine(name: str, max_examples: int) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("name", SETS)
 def test_blocks_and_slabs_are_conserved_and_hits_are_the_largest(name: str) -> None:
-    run_machine(name, 15)
+    run_machine(name, 10)
 
 
 @pytest.mark.slow

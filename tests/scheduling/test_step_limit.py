@@ -44,7 +44,7 @@ def bound(num_decodes: int, limit: int) -> int:
 
 
 @pytest.mark.long
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @example(num_decodes=60, lengths=[LONG] * 3, limit=192, depth=1, keys_per_token=0)
 @given(
     num_decodes=st.integers(0, 140),

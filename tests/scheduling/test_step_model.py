@@ -181,7 +181,7 @@ def test_rare_stalls_of_short_prompts_change_no_price(num_tokens: int) -> None:
     sizes=st.lists(st.tuples(st.integers(2, 2048), st.integers(0, 3), st.floats(1 / 1.4, 1.4)), max_size=20),
     burst=st.lists(st.floats(0.01, 100.0), max_size=ENOUGH_PROMPTS - 1),
 )
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=12, deadline=None)
 def test_noise_within_the_bound_and_few_outliers_never_multiply_a_price(
     sizes: list[tuple[int, int, float]], burst: list[float]
 ) -> None:
@@ -198,7 +198,7 @@ def test_noise_within_the_bound_and_few_outliers_never_multiply_a_price(
 
 @pytest.mark.long
 @given(factor=st.floats(1 / 8, 8), seed=st.integers(0, 10**6))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=12, deadline=None)
 def test_a_lasting_change_is_followed_within_100_prompts(factor: float, seed: int) -> None:
     model, rng = settled(), random.Random(seed)
     for _ in range(100):
@@ -392,7 +392,7 @@ MEASURED_8B = StepModel(measured("8B"))
 
 @pytest.mark.long
 @given(steps=st.lists(st.tuples(DRAFTED, st.integers(0, 9), st.floats(1e-6, 100)), min_size=1, max_size=60))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=12, deadline=None)
 def test_a_step_with_drafts_changes_no_price_but_those_of_drafts(steps: list[tuple[StepWork, int, float]]) -> None:
     """Exactly, whatever it took, whatever prompts were beside it, and whether steps were measured at start."""
     for model in (StepModel(), deepcopy(MEASURED_8B)):

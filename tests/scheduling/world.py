@@ -76,15 +76,14 @@ def is_hit(
     `in_host`: or its host memory. `with_victims`: or will have, if the save that is due is in time.
     """
     num_tokens = end * blocks.block_size
+    victims = {one for own in blocks.host.victims.values() for _, one in own.values()} if with_victims else ()
     for pool in blocks.pools:
         if num_tokens % pool.block_size:
             return False
         needed = range(pool.group.first_block(num_tokens), num_tokens // pool.block_size)
         own = hashes[pool.ratio - 1 :: pool.ratio]
-        host = set(blocks.host.groups[pool.index].cached) if in_host else set()
-        if with_victims:
-            host |= {one for victims in blocks.host.victims.values() for _, one in victims.values()}
-        if any(own[index] not in pool.cache._by_hash and own[index] not in host for index in needed):
+        device, host = pool.cache._by_hash, blocks.host.groups[pool.index].cached if in_host else ()
+        if any(own[index] not in device and own[index] not in host and own[index] not in victims for index in needed):
             return False
     return True
 
@@ -248,9 +247,9 @@ class World:
 
     def _ask_readiness(self) -> None:
         """As the core does. What misses its deadline ends."""
-        wanted = self.scheduler.unready
+        wanted = self.scheduler.unready.wanted
         self.unready = frozenset(filter(self.is_unready, wanted))
-        for seq_id in self.scheduler.note_ready(frozenset(wanted) - self.unready):
+        for seq_id in self.scheduler.unready.note_ready(frozenset(wanted) - self.unready, self.now_s):
             if (request := self.scheduler.request_of(seq_id)) is not None:
                 self.stop(request)
 
@@ -349,12 +348,12 @@ class World:
             if lease_id is not None and update.finished:
                 assert self.published[lease_id].num_tokens == len(update.request.prompt_token_ids)
 
-    def run_until_idle(self, limit: int = 2000, *, readers_come: bool = False) -> None:
-        """Every step must do something, until nothing is left.
+    def run_until_idle(self, limit: int = 2000, *, readers_come: bool = False, check_each: int = 1) -> None:
+        """Every step must do something, until nothing is left. `check` follows each of so many.
 
         `readers_come`: a lease ends as soon as its prompt is computed. Else it holds its memory, perhaps all, for ever.
         """
-        for _ in range(limit):
+        for number in range(limit):
             if readers_come:
                 for lease_id in [one for one, request in self.leases.items() if request.finished]:
                     self.end_lease(lease_id)
@@ -364,7 +363,8 @@ class World:
                 return
             batch = self.start_step()
             assert batch.moves_worker or batch.loads or self.depth > 1 or self.unready, "the scheduler is stuck"
-            self.check()
+            if number % check_each == 0:
+                self.check()
         raise AssertionError(f"not idle after {limit} steps")
 
     # loads
@@ -455,7 +455,7 @@ class World:
             target, done = len(seq.token_ids) - seq.request.is_parted, seq.num_computed_tokens
             rest = seq.num_queued_tokens
             num_tokens += rest
-            num_keys += sum(range(target - rest, target))
+            num_keys += rest * (2 * target - rest - 1) // 2  # the sum of all before `target` from `target - rest` on
             if seq in queues.waiting and rest != max(0, target - done):
                 assert (target - rest) % BLOCK_SIZE == 0, "what it would find cached are blocks"
             elif seq not in queues.waiting:

@@ -23,6 +23,7 @@ from tests.integration.fault_cluster import Member, Part, RouterMember, fetch, p
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator, Sequence
 
+    from tests.security.adapter_load import AdapterLoad
     from tests.security.chaos_load import Load
 
 logger = logging.getLogger(__name__)
@@ -116,7 +117,9 @@ def _try_to_start(start: Callable[[], None], is_running: Callable[[], bool]) -> 
 class Storm:
     """Faults on pairs of nodes and a pair of routers, each pair on its own: at most one of a pair is disturbed."""
 
-    def __init__(self, nodes: Sequence[StormNode], routers: dict[str, RouterMember], load: Load, seed: int) -> None:
+    def __init__(
+        self, nodes: Sequence[StormNode], routers: dict[str, RouterMember], load: Load | AdapterLoad, seed: int
+    ) -> None:
         self._nodes = nodes
         self._routers = routers
         self._load = load
@@ -131,6 +134,10 @@ class Storm:
             for number, pair in enumerate(pairs):
                 group.create_task(self._disturb_nodes(pair, random.Random(self._seed * 10 + number)))
             group.create_task(self._disturb_routers(random.Random(self._seed * 10 + 9)))
+
+    def end(self) -> None:
+        """No further fault; `rage` mends what was hit."""
+        self._end_s = 0.0
 
     async def _disturb_nodes(self, pair: Sequence[StormNode], rng: random.Random) -> None:
         for node, fault in self._order(list(itertools.product(pair, NODE_FAULTS)), rng):

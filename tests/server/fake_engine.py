@@ -12,14 +12,12 @@ from pd_cluster.engine.news_mirror import NewsMirror
 from pd_cluster.errors import EngineFrozen, EngineUnavailable
 from pd_cluster.protocol.messages import (
     Abort,
-    AdapterLoaded,
     AddRequest,
     EngineReady,
     EngineStats,
     FinishReason,
     KvGroupStats,
     KvStats,
-    LoadAdapter,
     NeedsPrefill,
     PrefillLocally,
     SequenceTokens,
@@ -30,6 +28,7 @@ from pd_cluster.protocol.messages import (
     UseTicket,
     Work,
 )
+from pd_cluster.protocol.orders import AdapterLoaded, LoadAdapter
 from pd_connectors.protocol.hashing import prompt_digest
 from pd_connectors.protocol.messages import LeaseRef, SampledToken, TopLogprob
 from pd_connectors.protocol.ticket import Ticket

@@ -13,7 +13,7 @@ import pytest
 from pd_cluster.adapters.adapter_directory import directory_below, named_directories
 from pd_cluster.config import LoraConfig
 from pd_cluster.errors import BadAdapter, StartupError
-from pd_cluster.protocol.messages import AdapterLoaded, LoadAdapter, UnloadAdapter
+from pd_cluster.protocol.orders import AdapterLoaded, LoadAdapter, UnloadAdapter
 from pd_cluster.server.node import adapter_metrics, node_adapters
 from pd_connectors.protocol import adapters
 from pd_connectors.protocol.adapters import IN_HOST, AdapterRecord
@@ -291,7 +291,12 @@ async def test_metrics_name_adapters_up_to_a_bound(tmp_path: Path, monkeypatch: 
             assert len(loaded) == 2
             assert not any('lora_name="one"' in one for one in loaded), "the ones that were loaded last"
             (info,) = [one for one in lines if "lora_requests_info" in one]
-            assert 'running_lora_adapters="two"' in info
+            assert ('running_lora_adapters=""' in info, 'waiting_lora_adapters="two"' in info) == (True, True)
+        stats = node.engine.stats
+        assert stats is not None
+        node.engine.stats = msgspec.structs.replace(stats, adapters={found: "gpu"})
+        text = node.state.metrics.render().decode()
+        assert ('running_lora_adapters="two"' in text, 'waiting_lora_adapters=""' in text) == (True, True)
         release.set()
         assert (await asked)[0] == 200
         assert 'running_lora_adapters=""' in node.state.metrics.render().decode()

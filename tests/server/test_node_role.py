@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pd_cluster.errors import InvalidRequest, RoleMoved
-from pd_cluster.protocol.messages import FinishReason, SetRole, TicketOpened, ToEngine, Work
+from pd_cluster.protocol.messages import FinishReason, TicketOpened, ToEngine, Work
+from pd_cluster.protocol.orders import SetRole
 from pd_cluster.server.node.node_role import ROLES, NodeRole
 from pd_connectors.protocol.feed import FeedDelta
 from pd_connectors.protocol.messages import PROTOCOL_VERSION

@@ -66,7 +66,7 @@ def test_exact_numbers(prediction: str, answer: str, num_accepted: int) -> None:
 
 @pytest.mark.long
 @given(prediction=few | large, answer=few | large, cuts=st.sets(st.integers(0, 30)))
-@settings(max_examples=400)
+@settings(max_examples=200)
 def test_it_is_what_the_rule_says_in_whatever_pieces_the_answer_comes(
     prediction: list[int], answer: list[int], cuts: set[int]
 ) -> None:

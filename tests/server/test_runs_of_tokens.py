@@ -99,7 +99,7 @@ async def test_runs_tell_the_answer_of_single_tokens(case: tuple[Case, tuple[str
     async with Pair(texts, end=end) as pair:
         single = await pair.first(ask.path, ask.body)
         wanted = told(data_of(single))
-    for seed in range(4):
+    for seed in range(2):
         async with Pair(texts, end=end, num_tokens=drawn(seed)) as pair:
             messages = await pair.first(ask.path, ask.body)
         assert len(messages) < len(single)

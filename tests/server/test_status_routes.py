@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pd_cluster import __version__
-from pd_cluster.protocol.messages import ResetCache, StartProfile, StopProfile
+from pd_cluster.protocol.orders import ResetCache, StartProfile, StopProfile
 from pd_cluster.server.app import create_app
 from pd_cluster.server.routes import order_routes, status_routes
 from pd_connectors.protocol.ticket import ALL_NODES, NodeOrder, Offer, sign

@@ -134,7 +134,7 @@ def pieces_of(text: str, rng: random.Random) -> list[str]:
 @pytest.mark.long
 @pytest.mark.parametrize("form", FORMATS.values(), ids=lambda form: form.name)
 def test_any_pieces_give_the_same_parts(form: ToolFormat) -> None:
-    """Streamed or not, with markers as tokens or as text: 200 random cuts for each format."""
+    """Streamed or not, with markers as tokens or as text: 100 random cuts for each format."""
     rng = random.Random(15)
     before = "" if form.separator is None or form.name == "llama3_json" else "Let me see.\n\n"
     said = written(form, CALLS, thought="Two  things.\n", before=before)
@@ -144,7 +144,7 @@ def test_any_pieces_give_the_same_parts(form: ToolFormat) -> None:
             # as text, `</tool_call>` in a string of the arguments is no marker; as a token it is
             given = marked(form, text).replace(f" {MARK}</tool_call> <b>", " </tool_call> <b>") if tokens else text
             whole = parsed(parser(form, tokens=tokens), [given])
-            for i in range(50):
+            for i in range(25):
                 made = parser(form, tokens=tokens, streamed=bool(i % 2))
                 assert parsed(made, pieces_of(given, rng)) == whole
             if text is not said:

@@ -18,6 +18,7 @@ from tests.shallow_model import shallow_model
 from tests.worker.adapted import config_of, load, make_adapter, served_parts, start
 from tests.worker.conftest import MODELS, VOCAB_SIZE, ModelStore, save_model
 from tests.worker.driver import random_prompts
+from tests.worker.forked_ranks import forked_ranks
 from tests.worker.quantized_models import CASES, save_quantized
 from tests.worker.repeated_graphs import with_graphs
 from tests.worker.scheduled import ScheduledWorker, largest_error
@@ -122,7 +123,8 @@ def test_ranks_compute_their_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             adapters = adapters_of(executor, tmp_path)
         else:
             ranks = Ranks(config, f"ipc://{tmp_path}/r", losses.append)
-            executor = run_phases(DeviceDescribed.over(ranks, lambda _: None), config.cache, lambda _: None)
+            with forked_ranks():
+                executor = run_phases(DeviceDescribed.over(ranks, lambda _: None), config.cache, lambda _: None)
             error = load(executor, "0" * 32, adapters[0].path, num_ranks=2)
             assert error.endswith(f"their digest is {adapters[0].digest}, not {'0' * 32}")
         found.append(ScheduledWorker(executor, budget=23, num_slots=3))

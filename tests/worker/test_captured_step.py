@@ -221,7 +221,7 @@ def is_served(problem: Problem, num_decodes: int) -> bool:
     )  # fmt: skip
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(problems())
 def test_a_step_in_any_place_is_the_step(problem: Problem) -> None:
     rows, host_buffer, chunks = make_rows(problem)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from tests.worker.conftest import ModelStore
 
 PROMPTS = random_prompts((40, 70, 3, 25, 90), VOCAB_SIZE, 8)
-SAMPLINGS = [SamplingParams(max_tokens=40, temperature=t, seed=3, ignore_eos=True) for t in (0.0, 0.8, 1.0, 0.0, 0.6)]
+SAMPLINGS = [SamplingParams(max_tokens=28, temperature=t, seed=3, ignore_eos=True) for t in (0.0, 0.8, 1.0, 0.0, 0.6)]
 
 
 @pytest.fixture(scope="module", params=["qwen3-some-windows", "gpt-oss-mxfp4"])

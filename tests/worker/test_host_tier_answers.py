@@ -20,6 +20,7 @@ from pd_connectors.protocol.layout import KVKind
 from tests.engine.drafting_node import Node, expect_same, num_drafts
 from tests.engine.host_nodes import expect_hits, serve, tenants_requests, tiered
 from tests.engine.test_core_pipeline import CONFIG, make_connector
+from tests.worker.forked_ranks import forked_ranks
 from tests.worker.test_fp8_cache import TOLERANCE
 
 if TYPE_CHECKING:
@@ -52,7 +53,8 @@ def node(
         executor = DeviceExecutor.started(config, lambda _: None)
     else:
         ranks = Ranks(config, f"ipc://{tmp_path_factory.mktemp('r')}/r", losses.append)
-        executor = run_phases(DeviceDescribed.over(ranks, lambda _: None), config.cache, lambda _: None)
+        with forked_ranks():
+            executor = run_phases(DeviceDescribed.over(ranks, lambda _: None), config.cache, lambda _: None)
     windows = [group for group in executor.layout.groups if group.kind is KVKind.WINDOW]
     assert bool(windows) == request.param.startswith("windows")
     assert executor.num_host_blocks == executor.most_host_blocks > 14

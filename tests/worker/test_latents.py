@@ -46,6 +46,7 @@ def start(saved: SavedModel) -> Iterator[Callable[..., ScheduledWorker]]:
         executor.close()
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("depth", [1, 2])
 def test_chunks_beside_decodes_have_the_logits_of_whole_prompts(
     saved: SavedModel, start: Callable[..., ScheduledWorker], depth: int
@@ -74,11 +75,12 @@ def test_hits_and_answers_of_one_prompt_have_the_logits_of_whole_prompts(
     assert largest_error(worker, saved.model) < TOLERANCE
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("swaps", [False, True])
 def test_a_preempted_sequence_goes_on(saved: SavedModel, start: Callable[..., ScheduledWorker], swaps: bool) -> None:
     worker = start(num_blocks=16, budget=48, swaps=swaps)
     for number, ids in enumerate(random_prompts((20, 30, 25, 18, 22), VOCAB_SIZE)):
-        worker.add(f"{number}", ids, max_tokens=50)
+        worker.add(f"{number}", ids, max_tokens=40)
     worker.run()
     assert worker.scheduler.counters[f"preemptions_{'swap' if swaps else 'recompute'}_total"] > 0
     assert largest_error(worker, saved.model) < TOLERANCE
@@ -97,6 +99,7 @@ def test_two_runs_of_one_prompt_write_equal_bits(saved: SavedModel, start: Calla
     assert torch.equal(first[written].view(torch.int32), second[written].view(torch.int32))
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("length", [5, 64, 75])
 def test_a_prompt_is_handed_over(saved: SavedModel, start: Callable[..., ScheduledWorker], length: int) -> None:
     """Also when its whole blocks are cached here."""
@@ -147,6 +150,7 @@ def served(node: Node, kind: str, mode: str) -> Answered:
     return bench.answered()
 
 
+@pytest.mark.slow_cases
 @pytest.mark.parametrize("mode", ["off", "on"])
 @pytest.mark.parametrize("name", ["deepseek-v3", "moonlight"])
 def test_drafts_change_no_token(models: ModelStore, name: str, mode: str) -> None:

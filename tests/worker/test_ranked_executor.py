@@ -33,6 +33,7 @@ from tests.engine.test_drafted_grammars import WANTED as GRAMMARS
 from tests.patient_masks import be_patient
 from tests.shallow_model import shallow_model
 from tests.worker.driver import random_prompts
+from tests.worker.forked_ranks import forked_ranks
 from tests.worker.reads import read_prompt
 from tests.worker.tables import slabs_of, table
 from tests.worker.test_drafted_steps import driven, ids_of
@@ -170,7 +171,7 @@ def one() -> Iterator[DeviceExecutor]:
 def several(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DeviceExecutor]:
     losses: list[PdError] = []
     config = make_config(request.param)
-    with pytest.MonkeyPatch.context() as patch:  # a rank imports the class of the stage, and not from its folder
+    with pytest.MonkeyPatch.context() as patch, forked_ranks():  # a rank imports the stage's class, not from its folder
         patch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
         ranks = Ranks(config, f"ipc://{tmp_path_factory.mktemp('r')}/r", losses.append)
         executor = run_phases(DeviceDescribed.over(ranks, lambda _: None), config.cache, lambda _: None)
@@ -306,7 +307,7 @@ def stub_executor(ranks: Ranks, runner: SimpleNamespace) -> DeviceExecutor:
         device=torch.device("cuda"), is_budget_measured=True, most_drafts=0, place=stub, config=make_config(2),
         layout=stub, grammars=None, owned=None, progress=None, profiler=SimpleNamespace(start=None, stop=None),
     )  # fmt: skip
-    weights = SimpleNamespace(model=None, owned=None)
+    weights = SimpleNamespace(model=None, owned=None, adapters=None)
     runner.cache = runner.graphs = stub
     return DeviceExecutor(cast("Any", plan), cast("Any", weights), cast("Any", runner), cast("Any", stub))
 

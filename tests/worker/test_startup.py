@@ -335,8 +335,8 @@ def test_captured_steps_leave_less_for_the_cache(
         model=SimpleNamespace(vocab_size=125_000, dtype="float32"), owned=None, place=None, most_drafts=most_drafts,
         state_views=states,
     )  # fmt: skip
-    monkeypatch.setattr("pd_cluster.worker.device_executor.measure_free_bytes", lambda *arguments: free)
-    monkeypatch.setattr("pd_cluster.worker.device_executor.captures_steps", lambda *arguments: captures)
+    monkeypatch.setattr("pd_cluster.worker.memory_measurement.measure_free_bytes", lambda *arguments: free)
+    monkeypatch.setattr("pd_cluster.worker.memory_measurement.captures_steps", lambda *arguments: captures)
     weights = Weights()
     assert DeviceLoaded(cast("Any", plan), weights).free_kv_bytes() == left
 

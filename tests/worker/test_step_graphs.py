@@ -107,8 +107,9 @@ def serve(executor: DeviceExecutor, budget: int) -> list[list[int]]:
 @pytest.mark.parametrize(
     ("name", "kernels"),
     [
-        ("qwen3", TORCH), ("mistral-window", TORCH), ("qwen2", TORCH), ("qwen3-some-windows", TORCH),
-        ("qwen3", FEW_ROWS), ("qwen3-some-windows", FEW_ROWS),
+        ("mistral-window", TORCH), ("qwen2", TORCH), ("qwen3", FEW_ROWS), ("qwen3-some-windows", FEW_ROWS),
+        pytest.param("qwen3", TORCH, marks=pytest.mark.slow),
+        pytest.param("qwen3-some-windows", TORCH, marks=pytest.mark.slow),
         pytest.param("mistral-window", FEW_ROWS, marks=pytest.mark.slow),
         pytest.param("qwen2", FEW_ROWS, marks=pytest.mark.slow),
     ],

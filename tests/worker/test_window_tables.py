@@ -37,12 +37,12 @@ def serve(executor: DeviceExecutor, budget: int, frees: bool) -> tuple[list[torc
     executor.clear()
     logits, driver = Logits(executor), Driver(executor, budget, frees=frees)
     for prompt in random_prompts(LENGTHS[:3], VOCAB_SIZE):
-        driver.add(prompt, SamplingParams(max_tokens=40, temperature=0.0))
+        driver.add(prompt, SamplingParams(max_tokens=28, temperature=0.0))
     first = driver.sequences[0]
     while len(first.tokens) < 5 or first.computed % driver.block_size:
         driver.step()
     for prompt in random_prompts(LENGTHS[3:], VOCAB_SIZE, seed=1):
-        driver.add(prompt, SamplingParams(max_tokens=20, temperature=0.0))
+        driver.add(prompt, SamplingParams(max_tokens=12, temperature=0.0))
     driver.add(
         [*first.all_ids[: first.computed], 5, 9, 11], SamplingParams(max_tokens=5, temperature=0.0), prefix_of=first
     )
@@ -53,9 +53,10 @@ def serve(executor: DeviceExecutor, budget: int, frees: bool) -> tuple[list[torc
 @pytest.mark.parametrize(
     ("name", "kv_cache_dtype", "budget"),
     [
-        ("gemma3", "auto", 23), ("gemma3", "fp8", 512), ("qwen2-some-windows", "auto", 23),
+        ("gemma3", "auto", 23), ("gemma3", "fp8", 512),
+        pytest.param("qwen2-some-windows", "auto", 23, marks=pytest.mark.slow),
         ("mistral-window", "auto", 512), ("mistral-window", "fp8", 23), ("qwen3", "auto", 512),
-        ("gpt-oss", "auto", 23), ("gpt-oss-mxfp4", "fp8", 512),
+        ("gpt-oss", "auto", 23), pytest.param("gpt-oss-mxfp4", "fp8", 512, marks=pytest.mark.slow),
     ],
 )  # fmt: skip
 def test_dead_blocks_are_not_read(models: ModelStore, name: str, kv_cache_dtype: str, budget: int) -> None:
@@ -86,7 +87,7 @@ def test_a_block_that_is_read_is_missed(models: ModelStore, name: str) -> None:
     assert logits.rows[-1].isnan().any()
 
 
-@pytest.mark.parametrize("name", ["gemma3", "mistral-window", "gpt-oss"])
+@pytest.mark.parametrize("name", ["gemma3", "mistral-window", pytest.param("gpt-oss", marks=pytest.mark.slow)])
 def test_captured_steps_read_live_blocks_only(models: ModelStore, name: str) -> None:
     """Replays begin blocks, and launched steps read them to their ends. So blocks are cleared before replays, too."""
     executor = make_executor(models.get(name).directory, num_blocks=60)

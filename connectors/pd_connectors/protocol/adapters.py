@@ -41,9 +41,11 @@ def newer(records: dict[str, AdapterRecord], record: AdapterRecord) -> bool:
     return known is None or record.stamp > known.stamp
 
 
-def trim(records: dict[str, AdapterRecord]) -> None:
-    """Forget the oldest unloaded names where there are more than MAX_RECORDS."""
-    excess = len(records) - MAX_RECORDS
+def trim(records: dict[str, AdapterRecord]) -> int:
+    """Forget the oldest unloaded names where there are more than MAX_RECORDS. -> the highest stamp of these, or 0."""
+    excess, highest = len(records) - MAX_RECORDS, 0
     for record in sorted(records.values(), key=lambda one: (one.is_live, one.stamp))[: max(0, excess)]:
         if not record.is_live:
             del records[record.name]
+            highest = record.stamp
+    return highest

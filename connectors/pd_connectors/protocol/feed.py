@@ -55,6 +55,7 @@ class NodeLoad(msgspec.Struct, frozen=True, array_like=True, gc=False):
     # Tokens of KV that further streams of a prefill node without a target may have at their ends; 0: it keeps none
     kept_tokens: int = 0
     prompts_share: float = 0.0  # of the time lately, what prompts took beside streams, or alone
+    adapter_s: float = 0.0  # to read an adapter's files again
 
 
 class StoredBlock(msgspec.Struct, frozen=True, array_like=True, gc=False):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from pd_connectors.protocol.adapters import LEVELS
+from pd_connectors.protocol.adapters import LEVELS, ON_DEVICE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -31,5 +31,7 @@ class AdapterCollector(Collector):
         for state in states[: min(MAX_LABELS, len(self._adapters.live))]:
             loaded.add_metric([state.record.name, LEVELS[state.tier]], 1)
         info = GaugeMetricFamily("pd_lora_requests_info", "Unix time; labels name adapters.", None, REQUESTS_LABELS)
-        info.add_metric([",".join(self._adapters.in_use[:MAX_LABELS]), "", str(self._adapters.num_slots)], time.time())
+        used, on_device = self._adapters.in_use, {one.record.name for one in states if one.tier == ON_DEVICE}
+        parts = ([name for name in used if (name in on_device) is is_on][:MAX_LABELS] for is_on in (True, False))
+        info.add_metric([*map(",".join, parts), str(self._adapters.num_slots)], time.time())
         yield from (loaded, info)

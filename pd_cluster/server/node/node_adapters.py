@@ -21,7 +21,7 @@ import msgspec
 from pd_cluster.adapters.adapter_bytes import read_adapter
 from pd_cluster.adapters.adapter_directory import directory_below
 from pd_cluster.errors import AdapterConflict, BadAdapter, StartupError
-from pd_cluster.protocol.messages import AdapterLoaded, AdapterUnloaded, LoadAdapter, UnloadAdapter
+from pd_cluster.protocol.orders import AdapterLoaded, AdapterUnloaded, LoadAdapter, UnloadAdapter
 from pd_connectors.protocol.adapters import (
     IN_HOST,
     MAX_PATH_CHARS,
@@ -131,7 +131,7 @@ class NodeAdapters:
             raise AdapterConflict(f"another order about the adapter {record.name!r} is under way")
         self._pend(record)
         try:
-            async with self._loaded(record, directory_below) as found:
+            async with self._loaded(record) as found:
                 pending = self._pending.get(record.name)
                 if pending is None or pending[0].stamp != record.stamp or not newer(self._records, record):
                     raise AdapterConflict(f"the order about the adapter {record.name!r} was dropped")
@@ -147,7 +147,7 @@ class NodeAdapters:
             self._check(record)
             pending = self._pending.get(record.name)
             if pending is None or pending[0] != record:
-                async with self._loaded(record, directory_below):
+                async with self._loaded(record):
                     return self._adopt(record)
         return self._adopt(record)
 
@@ -165,7 +165,7 @@ class NodeAdapters:
             name, _, directory = text.partition("=")
             try:
                 self._check_name(name)
-                async with self._loaded(AdapterRecord(name, directory), lambda _, given: Path(given)) as found:
+                async with self._loaded(AdapterRecord(name, directory), is_own=True) as found:
                     self._adopt(found)
             except (BadAdapter, AdapterConflict) as error:
                 raise StartupError(f"--lora {text}: {error}") from error
@@ -199,13 +199,13 @@ class NodeAdapters:
         self._pending[record.name] = record, timer
 
     @asynccontextmanager
-    async def _loaded(self, record: AdapterRecord, find: Callable[[str, str], Path]) -> AsyncIterator[AdapterRecord]:
+    async def _loaded(self, record: AdapterRecord, *, is_own: bool = False) -> AsyncIterator[AdapterRecord]:
         """The record with the digest of its files, which the engine has while this is entered. Raises BadAdapter."""
         async with self._turn:
             if not newer(self._records, record):  # another router's order was first
                 yield record
                 return
-            path, digest = await asyncio.to_thread(self._read, record.path, find)
+            path, digest = await asyncio.to_thread(self._read, record.path, is_own)
             if record.digest and digest != record.digest:
                 raise BadAdapter(
                     f"the files of the adapter {record.path!r} have the digest {digest}, not {record.digest}: all "
@@ -219,9 +219,11 @@ class NodeAdapters:
                 self._using = ""
                 self._let_go(digest)
 
-    def _read(self, given: str, find: Callable[[str, str], Path]) -> tuple[str, str]:
-        directory = find(self._config.lora_dir, given)
-        return str(directory), read_adapter(directory, int(self._config.lora_host_gb * 1e9)).digest
+    def _read(self, given: str, is_own: bool) -> tuple[str, str]:
+        """The directory and the digest. `is_own`: of the command line, so it may be anywhere."""
+        root, most = self._config.lora_dir, int(self._config.lora_host_gb * 1e9)
+        directory, below = (Path(given), None) if is_own else (directory_below(root, given), Path(root).resolve())
+        return str(directory), read_adapter(directory, most, below=below).digest
 
     async def _load_into_engine(self, digest: str, path: str) -> None:
         answer = self._waiting[digest] = asyncio.get_running_loop().create_future()

@@ -11,7 +11,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from pd_cluster.errors import InvalidRequest, RoleMoved
-from pd_cluster.protocol.messages import SetRole
+from pd_cluster.protocol.orders import SetRole
 from pd_connectors.protocol.ticket import NOT_SEEN
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from pd_cluster.errors import EngineUnavailable, InvalidRequest, NotAuthorized, OrderVersion
-from pd_cluster.protocol.messages import ResetCache, StartProfile, StopProfile
+from pd_cluster.protocol.orders import ResetCache, StartProfile, StopProfile
 from pd_connectors.protocol.errors import HandoffError, ProtocolMismatch
 from pd_connectors.protocol.ticket import ORDER_HEADER, ROLE_ACTION, NodeOrder, verify
 from pd_http.endpoints import LOAD_PATH, NODE_ACTIONS

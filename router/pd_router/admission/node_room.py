@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from math import inf
 from typing import TYPE_CHECKING
 
-from pd_router.nodes.node_table import Role
+from pd_router.nodes.node import Role
 
 if TYPE_CHECKING:
-    from pd_router.nodes.node_table import Node, NodeTable
+    from pd_router.nodes.node import Node
+    from pd_router.nodes.node_table import NodeTable
 
 LOOK_S = 0.01  # between two looks at all nodes; what is let through meanwhile is subtracted
 MAX_MODELS = 64  # with a room; a client may name any model while a node does not tell its own

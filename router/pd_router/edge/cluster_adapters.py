@@ -20,7 +20,7 @@ from pd_http.errors import AdapterConflict, InvalidRequest, ModelNotFound
 from pd_http.names import MAX_NAME_CHARS, is_name
 from pd_http.reply import json_response
 from pd_router.errors import NodeFailed, NoNode, WorkerLate
-from pd_router.nodes.node_table import Role
+from pd_router.nodes.node import Role
 from pd_router.watch.adapter_keeper import AdapterRefused
 
 if TYPE_CHECKING:
@@ -31,11 +31,12 @@ if TYPE_CHECKING:
 
     from pd_router.edge.cluster_orders import ClusterOrders
     from pd_router.edge.workers import Workers
-    from pd_router.nodes.node_table import Node
+    from pd_router.nodes.node import Node
     from pd_router.requests.services import Services
     from pd_router.watch.adapter_keeper import AdapterKeeper, Step
 
 MAX_BODY_BYTES = 1 << 16
+MAX_ORDERS = 64  # that wait for the one under way; each may take minutes
 ADAPTERS = "adapters"  # topic of `Workers.ask`: the stamp of each name
 WORKERS_DEADLINE_S = 5.0  # for the feeds of all workers to tell what this one has ordered
 LOOK_EVERY_S = 0.02
@@ -58,6 +59,7 @@ class ClusterAdapters:
         self._keeper = keeper
         self._workers = workers
         self._turn = asyncio.Lock()
+        self._num_orders = 0
 
     def stamps(self) -> dict[str, int]:
         """What this worker knows, for the others."""
@@ -67,17 +69,26 @@ class ClusterAdapters:
         """200 when every reachable node obeys that serves adapters. Raises PdError."""
         is_load = request.url.path == LOAD_PATH
         asked, in_place = await self._asked(request, "load_adapter" if is_load else "unload_adapter")
-        async with self._turn:
-            self._check(asked, is_load=is_load, in_place=in_place)
-            nodes = [node for node in self._s.table.nodes if node.reachable and node.lora_slots]
-            if not nodes and any(node.reachable for node in self._s.table.nodes):
-                raise InvalidRequest("no node serves adapters: start nodes with --lora-dir or --lora-slots")
-            if not nodes:
-                raise NoNode("no node is reachable; try again later")
-            asked = msgspec.structs.replace(asked, stamp=self._s.table.adapters.next_stamp(self._s.wall_clock()))
-            record = await self._prepared(nodes, asked) if is_load else asked
-            await self._hold(nodes, record)
-            await self._tell_workers(record)
+        if self._num_orders > MAX_ORDERS:
+            raise AdapterConflict(f"{MAX_ORDERS} orders about adapters wait already; try again later", status=503)
+        self._num_orders += 1
+        try:
+            async with self._turn:
+                return await self._given(asked, is_load=is_load, in_place=in_place)
+        finally:
+            self._num_orders -= 1
+
+    async def _given(self, asked: AdapterRecord, *, is_load: bool, in_place: bool) -> Response:
+        self._check(asked, is_load=is_load, in_place=in_place)
+        nodes = [node for node in self._s.table.nodes if node.reachable and node.lora_slots]
+        if not nodes and any(node.reachable for node in self._s.table.nodes):
+            raise InvalidRequest("no node serves adapters: start nodes with --lora-dir or --lora-slots")
+        if not nodes:
+            raise NoNode("no node is reachable; try again later")
+        asked = msgspec.structs.replace(asked, stamp=self._s.table.adapters.next_stamp(self._s.wall_clock()))
+        record = await self._prepared(nodes, asked) if is_load else asked
+        await self._hold(nodes, record)
+        await self._tell_workers(record)
         others = {node.node_id: "serves no adapters, or is not reachable" for node in self._s.table.nodes}
         told = others | {node.node_id: record.digest or "unloaded" for node in nodes}
         return json_response({"success": True, "name": record.name, "digest": record.digest, "nodes": told})

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
 
-    from pd_router.nodes.node_table import Node
+    from pd_router.nodes.node import Node
     from pd_router.requests.services import Services
     from pd_router.sources.posted import PostedNodes
 

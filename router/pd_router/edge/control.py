@@ -21,7 +21,7 @@ from pd_router.calls import headers as rules
 from pd_router.calls.body import RequestBody
 from pd_router.calls.reply import RouterReply
 from pd_router.errors import NodeFailed, NoNode
-from pd_router.nodes.node_table import DECODERS, Node, Role
+from pd_router.nodes.node import DECODERS, Node, Role
 from pd_router.nodes.upstream import Answer, LegFailed, Refused
 from pd_router.requests.liveness_guard import LivenessGuard
 
@@ -162,9 +162,9 @@ class Relay:
                 with LivenessGuard(node, lambda has_next=has_next: has_next):  # type: ignore[misc]
                     return await self._ask_one(node, path, headers, body)
             except LegFailed as failure:
-                s.metrics.leg_failures.labels("relay", node.node_id, failure.kind.value).inc()
+                s.metrics.legs.failures.labels("relay", node.node_id, failure.kind.value).inc()
                 if failure.wait:
-                    s.metrics.waits.labels(failure.wait, node.node_id).inc()
+                    s.metrics.legs.waits.labels(failure.wait, node.node_id).inc()
                 last = failure
         if last is None:
             raise NoNode("no healthy node; try again later")

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from pd_connectors.protocol.ticket import NodeOrder
     from pd_router.edge.worker_views import WorkerViews
     from pd_router.edge.workers import Workers
-    from pd_router.nodes.node_table import Node
+    from pd_router.nodes.node import Node
     from pd_router.sources.posted import PostedNodes
 
 

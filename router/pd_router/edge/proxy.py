@@ -51,7 +51,7 @@ class Proxy:
         given = rules.first_values(call.headers)
         request_id = rules.request_id(given)
         reply = CallReply(call, request_id, s.held)
-        reply.dialect = dialect = dialect_of(call.path)
+        reply.dialect = dialect_of(call.path)
         record = CallRecord(call.path, request_id, arrived_at, s.wall_clock())
         s.recent.load.begin(record)
         if self._traces:
@@ -63,14 +63,7 @@ class Proxy:
         try:
             asked = rules.asked_order(given)
             user = self._user(call)
-            raw = await call.read_body(s.longest_body)
-            if len(raw) > SMALL_BYTES:  # others are not counted, and wait for no turn
-                reply.body_share = Share(s.held)
-                reply.body_share.grow(len(raw))
-                await s.turns.take(len(raw))
-            body = RequestBody(raw, dialect)
-            if not body.has_chain:
-                s.metrics.unchained.inc()
+            body = await self._read(call, reply)
             record.model, record.stream = s.table.known_name(body.model), body.wants_stream
             if user is not None and s.admission is not None:
                 s.admission.shape(user, body)
@@ -80,11 +73,7 @@ class Proxy:
                 if admitted.queued_s:
                     record.until(s.table.clock(), "admission")
                     route = self._choose(call.path, body, asked)
-            headers = rules.forwarded(call.headers, request_id)
-            headers[CLIENT_HEADER] = client_name(call.key_name, call.host)
-            if self._traces:
-                headers[TRACEPARENT] = record.trace.header
-            exchange = RoutedRequest(s, body, headers, route, reply, record)
+            exchange = RoutedRequest(s, body, self._headers(call, record), route, reply, record)
             await exchange.run()
         except ClientGone:
             outcome = "client_gone"
@@ -114,6 +103,27 @@ class Proxy:
                 admitted.end(None if exchange is None else exchange.used(), outcome)
             record.key = call.key_name
             self._note_end(record, exchange, outcome, reply.status)
+
+    async def _read(self, call: ClientCall, reply: CallReply) -> RequestBody:
+        """The body of the call, when its turn has come. `reply` holds its share of the memory."""
+        s = self._s
+        raw = await call.read_body(s.longest_body)
+        if len(raw) > SMALL_BYTES:  # others are not counted, and wait for no turn
+            reply.body_share = Share(s.held)
+            reply.body_share.grow(len(raw))
+            await s.turns.take(len(raw))
+        body = RequestBody(raw, reply.dialect)
+        if not body.has_chain:
+            s.metrics.unchained.inc()
+        return body
+
+    def _headers(self, call: ClientCall, record: CallRecord) -> rules.Headers:
+        """Those that go to nodes."""
+        headers = rules.forwarded(call.headers, record.request_id)
+        headers[CLIENT_HEADER] = client_name(call.key_name, call.host)
+        if self._traces:
+            headers[TRACEPARENT] = record.trace.header
+        return headers
 
     def _note_end(self, record: CallRecord, exchange: RoutedRequest | None, outcome: str, status: int) -> None:
         """Count a request that has ended, and pass its record on. `exchange`: None if no node was asked."""

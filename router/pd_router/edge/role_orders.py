@@ -17,7 +17,7 @@ from pd_http.reply import json_response
 from pd_router.edge.cluster_orders import ORDER_LIFETIME_S
 from pd_router.edge.node_orders import ordered_node
 from pd_router.errors import NodeConflict, NodeFailed
-from pd_router.nodes.node_table import DECODERS, Node, Role
+from pd_router.nodes.node import DECODERS, Node, Role
 from pd_router.nodes.role_order_note import RoleOrderNote
 from pd_router.nodes.upstream import LegFailed, Refused
 

@@ -6,10 +6,12 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from pd_router.errors import WorkerLate
+from pd_router.nodes.node_report import describe, report
 
 if TYPE_CHECKING:
     from pd_router.edge.workers import Workers
-    from pd_router.nodes.node_table import Node, NodeTable
+    from pd_router.nodes.node import Node
+    from pd_router.nodes.node_table import NodeTable
     from pd_router.records.metrics import RouterMetrics
 
 NODES, METRICS = "nodes", "metrics"  # topics of `Workers.ask`
@@ -22,18 +24,18 @@ class WorkerViews:
         self._table = table
         self._metrics = metrics
         self._workers = workers
-        self.topics = {NODES: table.report, METRICS: lambda: metrics.exposition().decode()}
+        self.topics = {NODES: lambda: report(table), METRICS: lambda: metrics.exposition().decode()}
 
     async def nodes(self) -> list[dict[str, Any]]:
         """The nodes as this worker sees them, `outstanding` summed over all workers."""
-        return self._sums(self._table.report(), await self._workers.ask(NODES))
+        return self._sums(report(self._table), await self._workers.ask(NODES))
 
     async def node(self, node: Node) -> dict[str, Any]:
         """One node in the same way, also one that has left. Raises WorkerLate if a worker's requests are not known."""
         others = await self._workers.ask(NODES)
         if late := [number for number, reported in others.items() if reported is None]:
             raise WorkerLate(f"workers {late} do not tell their requests to {node.node_id}; repeat the order")
-        return self._sums([self._table.describe(node)], others)[0]
+        return self._sums([describe(self._table, node)], others)[0]
 
     async def load(self) -> int:
         """Generations under way."""
@@ -50,14 +52,14 @@ class WorkerViews:
         others = {number: part for number, part in (await self._workers.ask(METRICS)).items() if part is not None}
         return labelled({self._workers.number: own.decode(), **others})
 
-    def _sums(self, report: list[dict[str, Any]], others: dict[int, Any]) -> list[dict[str, Any]]:
-        own = {_key(entry): entry["outstanding"] for entry in report}
+    def _sums(self, nodes: list[dict[str, Any]], others: dict[int, Any]) -> list[dict[str, Any]]:
+        own = {_key(entry): entry["outstanding"] for entry in nodes}
         for entry in (entry for other in others.values() for entry in other or ()):
             outstanding = own.get(_key(entry))
             for name, value in entry["outstanding"].items():
                 if outstanding is not None:
                     outstanding[name] += value
-        return report
+        return nodes
 
 
 def _key(entry: dict[str, Any]) -> tuple[str, str]:

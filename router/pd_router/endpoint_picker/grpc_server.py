@@ -18,7 +18,7 @@ from pd_router.endpoint_picker.config import PickerConfig
 from pd_router.endpoint_picker.gateway_exchange import GatewayExchange, UnfinishedBodies
 from pd_router.endpoint_picker.messages import ProcessingRequest, ProcessingResponse
 from pd_router.endpoint_picker.picks import EndpointPicker
-from pd_router.nodes.node_table import DECODERS
+from pd_router.nodes.node import DECODERS
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

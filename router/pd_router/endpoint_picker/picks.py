@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
     from pd_router.calls.body import RequestBody
-    from pd_router.nodes.node_table import Node
+    from pd_router.nodes.node import Node
     from pd_router.policy.charge import Charge
     from pd_router.policy.route import Route
     from pd_router.requests.services import Services

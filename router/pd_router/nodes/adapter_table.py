@@ -5,12 +5,13 @@ from __future__ import annotations
 import secrets
 from typing import TYPE_CHECKING
 
-from pd_connectors.protocol.adapters import MAX_RECORDS, AdapterRecord, newer, trim
+from pd_connectors.protocol.adapters import IN_HOST, MAX_RECORDS, ON_FILE, AdapterRecord, newer, trim
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from pd_connectors.protocol.adapters import AdapterState
+    from pd_connectors.protocol.feed import NodeLoad
 
 # Until a request's adapter can be used, by tier: a copy to the device, and the files before it (8B, rank 16: 84 MB)
 LOAD_S = (0.0, 0.002, 0.3)
@@ -22,12 +23,18 @@ class AdapterTable:
 
     def __init__(self) -> None:
         self._records: dict[str, AdapterRecord] = {}
+        self._forgotten = 0  # the highest stamp of an unloaded name that is not among them any more
 
     def learn(self, record: AdapterRecord) -> None:
         """Keep the record if it is the newest of its name, and there are not too many."""
-        if newer(self._records, record) and (record.name in self._records or len(self._records) < 2 * MAX_RECORDS):
+        may_add = len(self._records) < 2 * MAX_RECORDS and not self._is_forgotten(record)
+        if newer(self._records, record) and (record.name in self._records or may_add):
             self._records[record.name] = record
-            trim(self._records)
+            self._forgotten = max(self._forgotten, trim(self._records))
+
+    def _is_forgotten(self, record: AdapterRecord) -> bool:
+        """Of a node that was away when the name was unloaded, and 1,000 others after it."""
+        return record.is_live and 0 < record.stamp <= self._forgotten and record.name not in self._records
 
     @property
     def records(self) -> list[AdapterRecord]:
@@ -41,7 +48,7 @@ class AdapterTable:
 
     def next_stamp(self, now_s: float) -> int:
         """Higher than that of each record. `now_s`: wall clock."""
-        known = max((record.stamp for record in self._records.values()), default=0) >> FREE_BITS
+        known = max([record.stamp for record in self._records.values()] + [self._forgotten]) >> FREE_BITS
         return (max(int(now_s * 1000), known + 1) << FREE_BITS) + secrets.randbits(FREE_BITS)
 
     def lacking(self, adapters: Mapping[str, AdapterState]) -> Iterator[AdapterRecord]:
@@ -50,8 +57,12 @@ class AdapterTable:
             told = adapters.get(record.name)
             if record.stamp and (told.record.stamp < record.stamp if told else record.is_live):
                 yield record
+        for state in adapters.values():
+            if self._is_forgotten(state.record):
+                yield AdapterRecord(state.record.name, stamp=state.record.stamp + 1)
 
 
-def load_s(state: AdapterState) -> float:
-    """Until the node that tells this can use the adapter."""
-    return LOAD_S[min(max(0, state.tier), len(LOAD_S) - 1)]
+def load_s(state: AdapterState, load: NodeLoad | None = None) -> float:
+    """Until the node that tells this can use the adapter. `load`: of the node, which may have measured files."""
+    tier, read_s = min(max(0, state.tier), ON_FILE), 0.0 if load is None else load.adapter_s
+    return LOAD_S[IN_HOST] + read_s if tier == ON_FILE and read_s > 0.0 else LOAD_S[tier]

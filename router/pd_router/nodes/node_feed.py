@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from pd_connectors.protocol.feed import FeedMessage, NodeLoad
-    from pd_router.nodes.node_table import Node, NodeTable
+    from pd_router.nodes.node import Node
+    from pd_router.nodes.node_table import NodeTable
     from pd_router.nodes.prefix_index import PrefixIndex
 
 LEAST_TOKEN_S = 1e-12  # a measured time that is shorter is none; its inverse must be a number

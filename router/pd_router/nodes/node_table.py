@@ -1,4 +1,4 @@
-"""The nodes behind the router: identity, health and outstanding work."""
+"""The nodes behind the router: which there are, which of them are healthy, and what they serve."""
 
 from __future__ import annotations
 
@@ -6,24 +6,20 @@ import asyncio
 import itertools
 import logging
 import secrets
-from dataclasses import dataclass, field
-from enum import StrEnum
-from math import inf
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 from weakref import WeakValueDictionary
 from zlib import crc32
 
-from pd_connectors.protocol.adapters import LEVELS, ON_FILE, AdapterState, newer
+from pd_connectors.protocol.adapters import AdapterState, newer
 from pd_http.body import longest_body
 from pd_http.errors import ModelNotFound
 from pd_router.nodes.adapter_table import AdapterTable
 from pd_router.nodes.answer_lengths import AnswerLengths
 from pd_router.nodes.ledger import ChargeLedger
-from pd_router.nodes.liveness import NodeLiveness
+from pd_router.nodes.node import DECODERS, Node, NodeSpec, Role
 from pd_router.nodes.node_view import NodeView, TextRatio
 from pd_router.nodes.prefix_index import PrefixIndex
-from pd_router.nodes.speed import ReadingSpeed
 from pd_router.nodes.told_context import ToldContext
 
 if TYPE_CHECKING:
@@ -31,119 +27,10 @@ if TYPE_CHECKING:
 
     from pd_connectors.protocol.adapters import AdapterRecord
     from pd_router.config import RouterConfig
-    from pd_router.nodes.role_order_note import RoleOrderNote
 
 log = logging.getLogger("pd_router")
-FULL_KV = 0.9  # share of the KV cache in use from which prompts probably wait for blocks
 _NOT_KNOWN = -1  # of a length that is looked up when it is asked for
 FLAGS = "flags"  # the source of nodes named on the command line
-
-
-class Role(StrEnum):
-    PREFILL = "prefill"
-    DECODE = "decode"
-    MIXED = "mixed"
-
-
-READERS, DECODERS = (Role.PREFILL, Role.MIXED), (Role.DECODE, Role.MIXED)
-
-
-@dataclass(frozen=True, slots=True)
-class NodeSpec:
-    """One node as a source names it. With another role it is another node, unless the node itself tells its role."""
-
-    url: str  # base URL, no trailing slash
-    role: Role  # until the node tells its own
-    node_id: str = ""  # its id until /health names it; "": host:port
-
-
-@dataclass(slots=True, eq=False)
-class Node:
-    """One node. Written by the node table, the health poller, its feed, failures of legs, and charges."""
-
-    url: str  # base URL, no trailing slash
-    role: Role
-    node_id: str  # from /health; until then host:port
-    reachable: bool = False  # the last /health was good, and no connection failed since
-    polled: bool = False  # /health has been polled
-    was_up: bool = False  # /health was good once, here or at the router before this one
-    draining: bool = False  # gets no new requests until it is resumed or restarts
-    drained_epoch: int | None = None  # that an order drained; another worker may have seen that boot first
-    gone: bool = False  # no source names it any more; its running requests are finished
-    ejected_until_s: float = 0.0
-    failures_in_row: int = 0
-    role_changes: int | None = None  # since its boot, by its own word for its role; None: it has not reported its role
-    role_order: RoleOrderNote | None = None  # the last one that the node has told
-    tells_orders: bool = False  # an earlier release obeys what is of another state, and tells no order
-    num_ranks: int = 0  # GPUs of the node; 0: /health does not name them
-    kv_version: str = ""  # nodes with an equal one use each other's KV; "": not reported, so it may pair with any node
-    epoch: int | None = None  # of the engine's boot; None: /health does not name it
-    restarts: int = 0  # changes of epoch seen by this router
-    down_since_s: float | None = None  # since when it is not reachable; None: it is reachable
-    logged_down: str = ""  # the cause that the log gave last for its not being healthy; "": it is healthy, or new
-    models: frozenset[str] | None = None  # with adapters. None: not known, so requests for any model may go there
-    base_models: frozenset[str] | None = None  # without adapters
-    adapters: dict[str, AdapterState] | None = None  # by name, as its feed tells; None: it tells none
-    lora_slots: int = 0  # 0: it serves no adapters, or is of an older release
-    max_model_len: int | None = None  # in tokens; None: /health does not name it
-    num_slots: int | None = None  # sequences that run at once; None: /health does not name it
-    kv_in_use: float = 0.0  # share of its KV cache by the last /health; 0: /health does not name it
-    slow_links: tuple[str, ...] = ()  # from prefill nodes, in words, by the last /health
-    stream_version: str = ""  # nodes with an equal one continue each other's streams; "": it sends no frames
-    prefill_bytes: int = 0  # outstanding prompt bytes
-    decode_sequences: int = 0  # outstanding generations
-    speed: ReadingSpeed = field(default_factory=ReadingSpeed)
-    liveness: NodeLiveness = field(default_factory=NodeLiveness)
-    view: NodeView = field(default_factory=NodeView)
-
-    def is_healthy(self, now_s: float) -> bool:
-        """Whether requests may go to this node now."""
-        return self.reachable and not self.draining and not self.gone and now_s >= self.ejected_until_s
-
-    def has_room(self, count: int) -> bool:
-        """Whether `count` more generations would run at once, as far as this router knows."""
-        has_slots = self.num_slots is None or self.decode_sequences + count <= self.num_slots
-        return has_slots and self.kv_in_use < FULL_KV
-
-    @property
-    def is_idle(self) -> bool:
-        return not self.prefill_bytes and not self.decode_sequences
-
-    @property
-    def state(self) -> str:
-        return "leaving" if self.gone else "draining" if self.draining else "active"
-
-    def goes_by(self, name: str) -> bool:
-        """Whether `name` is the node's id or its host:port."""
-        return name in (self.node_id, urlsplit(self.url).netloc)
-
-    def pairs_with(self, kv_version: str) -> bool:
-        """Whether this node and nodes of `kv_version` may hand KV over to each other."""
-        return self.kv_version == kv_version or not self.kv_version or not kv_version
-
-    def receive_role(self, role: object, changes: object) -> None:
-        """Take the node's own word, which wins over the role that a source names. An older word is ignored."""
-        if role == self.role and changes == self.role_changes:
-            return  # in nearly every message of a feed
-        if not isinstance(role, str) or role not in tuple(Role) or not isinstance(changes, int):
-            return
-        if changes < (self.role_changes or 0):
-            return
-        if role != self.role:
-            log.info("node %s (%s) says that it is %s, no longer %s", self.node_id, self.url, role, self.role.value)
-        self.role, self.role_changes = Role(role), changes
-
-    def serves(self, model: str | None) -> bool:
-        return model is None or self.models is None or model in self.models
-
-
-def healthy(nodes: Iterable[Node], now_s: float) -> list[Node]:
-    """`Node.is_healthy`, written out, because each leg asks it of each node: the calls take 7 us for 100 nodes."""
-    return [
-        node
-        for node in nodes
-        if node.reachable and not node.draining and not node.gone and now_s >= node.ejected_until_s
-    ]
 
 
 class NodeTable:
@@ -288,17 +175,28 @@ class NodeTable:
     def find(self, name: str) -> list[Node]:
         """The nodes with the id or host:port `name`; if there are none, those that are leaving."""
         found = [node for node in self.nodes if node.goes_by(name)]
-        return found or [node for node in self._leaving if node.goes_by(name) and not node.is_idle]
+        return found or [node for node in self.leaving if node.goes_by(name)]
+
+    @property
+    def leaving(self) -> list[Node]:
+        """The nodes that no source names any more, with requests under way."""
+        return [node for node in self._leaving if not node.is_idle]
 
     def healthy(self, roles: Iterable[Role], model: str | None) -> list[Node]:
         now_s = self.clock()
         wanted = tuple(roles)
-        is_adapter = self.adapters.find(model) is not None  # a node that names no models has none
-        return [
-            n
-            for n in self.nodes
-            if n.role in wanted and n.is_healthy(now_s) and n.serves(model) and not (is_adapter and n.models is None)
-        ]
+        found = [n for n in self.nodes if n.role in wanted and n.is_healthy(now_s) and n.serves(model)]
+        return self.current(found, model)
+
+    def current(self, nodes: list[Node], model: str | None) -> list[Node]:
+        """Those where the name of an adapter means what it last came to mean; all, while no node has that yet.
+
+        A node that stood still during an order has the adapter of before until it is told.
+        """
+        if (record := self.adapters.find(model)) is None:
+            return nodes
+        states = {n: (n.adapters or {}).get(record.name) for n in nodes if n.models is not None}  # else it has none
+        return [n for n, one in states.items() if one is None or one.record.stamp >= record.stamp] or list(states)
 
     def answering(self, model: str | None, among: Callable[[list[Node]], list[Node]] = list) -> list[Node]:
         """The healthy nodes that may generate: those that decode, and where there is none, the prefill nodes that can.
@@ -369,63 +267,3 @@ class NodeTable:
         if not node.reachable:
             node.reachable, self._longest_body = True, _NOT_KNOWN
         node.down_since_s, node.was_up = None, True
-
-    def report(self) -> list[dict[str, object]]:
-        """The answer to `GET /nodes`: all nodes, and those that are leaving with requests under way."""
-        leaving = (node for node in self._leaving if not node.is_idle)
-        return [self.describe(node) for node in (*self.nodes, *leaving)]
-
-    def describe(self, node: Node) -> dict[str, object]:
-        """`down_s`: seconds without an answer; null: it answers. `restarts`: changes of epoch seen by this router."""
-        now_s = self.clock()
-        return {
-            "node_id": node.node_id,
-            "role": node.role.value,
-            "role_changes": node.role_changes,
-            "role_order": None if node.role_order is None else node.role_order.told(now_s),
-            "tells_orders": node.tells_orders,
-            "url": node.url,
-            "healthy": node.is_healthy(now_s),
-            "down_s": None if node.down_since_s is None else round(now_s - node.down_since_s, 1),
-            "restarts": node.restarts,
-            "state": node.state,
-            "slow_links": list(node.slow_links),
-            "down": None if node.liveness.down is None else node.liveness.down.why,
-            "source": self.source_of(node),
-            "outstanding": {"prefill_bytes": node.prefill_bytes, "sequences": node.decode_sequences},
-            "load": self._describe_load(node),
-            "epoch": node.epoch,
-            "tp": node.num_ranks or None,
-            "max_model_len": node.max_model_len,
-            "kv_version": node.kv_version,
-            "models": None if node.models is None else sorted(node.models),
-            "adapters": {
-                name: {"digest": one.record.digest, "level": LEVELS[min(one.tier, ON_FILE)]}
-                for name, one in (node.adapters or {}).items() if one.record.is_live
-            },
-        }  # fmt: skip
-
-    def _describe_load(self, node: Node) -> dict[str, object]:
-        """What this router takes for the node's load: with all routers' requests while `feed` is "live".
-
-        `engine`: as the node's newest word says; None: it has none.
-        """
-        view = node.view
-        return {
-            "feed": view.feed.value,
-            "queued_tokens": view.queued_tokens,
-            "sequences": view.num_sequences,
-            "free_tokens": _known(view.ledger.total.free_tokens),
-            "stream_room": _known(view.ledger.total.stream_room),
-            "cached_blocks": self.prefixes.num_blocks(node),
-            "engine": None if (load := view.load) is None else {
-                "running": load.num_running, "waiting": load.num_waiting, "slots": load.num_slots,
-                "free_blocks": load.free_blocks, "num_blocks": load.num_blocks, "step_ms": round(load.step_s * 1e3, 3),
-                "block_size": load.block_size, "context": load.num_context, "token_s": load.token_s,
-                "key_s": load.key_s, "context_s": load.context_s,
-            },
-        }  # fmt: skip
-
-
-def _known(value: float) -> int | None:
-    return None if value == inf else int(value)

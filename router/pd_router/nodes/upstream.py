@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from pd_router.config import RouterConfig
+    from pd_router.nodes.node import Node
     from pd_router.nodes.node_connection import NodeExchange
-    from pd_router.nodes.node_table import Node
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,12 +8,13 @@ import msgspec
 
 from pd_router.config import D_FIRST, DIRECT, P_FIRST, PROMPT, HandoffOrder
 from pd_router.errors import NoNode
-from pd_router.nodes.node_table import READERS, Node, NodeTable, Role, healthy
+from pd_router.nodes.node import READERS, Node, Role, healthy
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
     from pd_router.config import RouterConfig
+    from pd_router.nodes.node_table import NodeTable
     from pd_router.policy.prompt_facts import PromptFacts
 
 DEFAULT, NO_PREFILL_NODE, NO_DECODE_NODE = "default", "no-prefill-node", "no-decode-node"
@@ -96,13 +97,12 @@ def to_read(table: NodeTable, model: str | None, settings: RouterConfig, turn: i
 def _sides(table: NodeTable, model: str | None) -> tuple[list[Node], list[Node]]:
     """The healthy prefill nodes, and the others. Raises ModelNotFound."""
     table.require_model(model)
-    may_be_any = table.adapters.find(model) is None  # a node that names no models has no adapters
     reads = Role.PREFILL  # looking up a member of an enum takes longer than comparing it
     sides: tuple[list[Node], list[Node]] = ([], [])
     for node in healthy(table.nodes, table.clock()):
-        if model is None or (may_be_any if node.models is None else model in node.models):  # `serves`, written out
+        if model is None or node.models is None or model in node.models:  # `serves`, written out
             sides[node.role is not reads].append(node)
-    return sides
+    return table.current(sides[0], model), table.current(sides[1], model)
 
 
 def _pairings(prefills: tuple[Node, ...], decodes: tuple[Node, ...]) -> tuple[Pairing, ...]:

@@ -10,7 +10,7 @@ from pd_router.nodes.ledger import NO_WORK, USUAL_CONTEXT, NodeWork
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from pd_router.nodes.node_table import Node
+    from pd_router.nodes.node import Node
     from pd_router.policy.route import Route
 
 

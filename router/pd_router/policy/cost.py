@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from pd_connectors.protocol.feed import FAR
 from pd_router.nodes.ledger import DECODE_S
-from pd_router.nodes.node_table import Node, Role
+from pd_router.nodes.node import Node, Role
 from pd_router.nodes.node_view import TextRatio
 
 if TYPE_CHECKING:

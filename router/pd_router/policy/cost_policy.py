@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from pd_router.config import D_FIRST, DIRECT, P_FIRST, PROMPT
-from pd_router.nodes.node_table import Node, Role, healthy
+from pd_router.nodes.node import Node, Role, healthy
 from pd_router.nodes.trial import FEWEST, MOST
 from pd_router.policy.candidates import DEFAULT
 from pd_router.policy.cost import DOUBT_S, ERROR_FACTOR, FEW_NODES, HANDOVER_S, LOCAL_TOKENS, LOOK_S, Costs

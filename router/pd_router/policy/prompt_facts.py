@@ -11,7 +11,7 @@ import msgspec
 from pd_router.nodes.adapter_table import load_s
 from pd_router.nodes.answer_lengths import USUAL_OUTPUT
 from pd_router.nodes.ledger import NodeWork
-from pd_router.nodes.node_table import Node
+from pd_router.nodes.node import Node
 
 if TYPE_CHECKING:
     from pd_router.calls.body import RequestBody
@@ -82,7 +82,7 @@ def prompt_facts(body: RequestBody, table: NodeTable, key: bytes) -> PromptFacts
         num_output = max(1.0, most)
     return PromptFacts(
         body.prompt_bytes, body.num_samples, several, shows_logprobs, cached, num_output, most, num_tokens, lower,
-        {node: s for node, state in having.items() if (s := load_s(state))},
+        {node: s for node, state in having.items() if (s := load_s(state, node.view.load))},
     )  # fmt: skip
 
 

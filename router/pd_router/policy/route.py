@@ -9,7 +9,7 @@ import msgspec
 from msgspec.structs import replace
 
 from pd_router.config import DIRECT, PROMPT, HandoffOrder
-from pd_router.nodes.node_table import READERS, Node, healthy
+from pd_router.nodes.node import READERS, Node, healthy
 from pd_router.policy.prompt_facts import PromptFacts
 
 if TYPE_CHECKING:

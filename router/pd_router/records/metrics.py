@@ -10,9 +10,9 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from pd_http.errors import NodesDied, NodesFrozen
 from pd_http.metrics import HttpMetrics
 from pd_router.nodes.node_view import FeedState
+from pd_router.records.leg_metrics import LegMetrics
 from pd_router.records.model_metrics import ModelMetrics
 from pd_router.records.prediction_metrics import PredictionMetrics
 from pd_router.records.slo import NO_SLO, Slo
@@ -64,25 +64,7 @@ class RouterMetrics:
             "records_lost", "Lines and traces of requests that were lost, by reason.", "kind", "reason"
         )
         self.request_s = histogram("request", "From arrival to the last byte.", "order")
-        self.leg_failures = counter(
-            "leg_failures", "Legs that failed, by node and kind of failure.", "leg", "node", "kind"
-        )
-        self.waits = counter("waits_expired", "Waits for a node that reached their deadline, by name.", "wait", "node")
-        self.moves = counter(
-            "legs_moved", "Legs that left a node judged frozen, dead or gone by order.", "leg", "node", "kind"
-        )
-        self.continuations = counter(
-            "continuations", "Streams that lost their decode node after their first byte, by what became of them.",
-            "outcome",
-        )  # fmt: skip
-        self.exhausted = counter(
-            "tries_exhausted", "Requests for which every healthy node of a role, or as many as allowed, failed.", "leg"
-        )
-        why = {NodesDied.code: "died while they served them", NodesFrozen.code: "stood still before a first token"}
-        self.stoppers = {
-            code: counter(f"requests_{code}", f"Requests that ended because too many nodes {what}.")
-            for code, what in why.items()
-        }
+        self.legs = LegMetrics(counter)
         self.client_gone = counter("client_disconnects", "Clients that left, by phase of the request.", "phase")
         self.releases = counter("ticket_releases", "Tickets released because no D took them.", "result")
         self.unchained = counter("long_prompts", "Requests that go by load alone: their text is too long for a chain.")

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pd_router.config import RouterConfig
-    from pd_router.nodes.node_table import Node, NodeTable
+    from pd_router.nodes.node import Node
+    from pd_router.nodes.node_table import NodeTable
     from pd_router.policy.prompt_facts import PromptFacts
     from pd_router.policy.route import Route, RoutePolicy
     from pd_router.requests.stream_record import StreamRecord

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from pd_http.frames import Continuation
     from pd_router.calls.body import RequestBody
     from pd_router.calls.headers import Headers
-    from pd_router.nodes.node_table import Node
+    from pd_router.nodes.node import Node
     from pd_router.requests.continued_route import ContinuedRoute
     from pd_router.requests.node_deaths import NodeDeaths
     from pd_router.requests.services import Services
@@ -77,7 +77,7 @@ class ContinuedStream:
         `leg` is closed before: a node that comes back must not write beside the next one. Raises NodesDied.
         """
         leg.close()
-        count = self._s.metrics.continuations.labels
+        count = self._s.metrics.legs.continuations.labels
         if not may_continue(self.record, leg.given_up):
             count("final" if self.record.head is not None else "no_frames").inc()
             self._note("stream", failure)

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from pd_http.sse import Event
+    from pd_router.nodes.node import Node
     from pd_router.nodes.node_connection import AnswerHead, NodeExchange, Sink
-    from pd_router.nodes.node_table import Node
     from pd_router.policy.charge import Charge
     from pd_router.requests.stream_record import StreamRecord
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from pd_router.nodes.liveness import Down
-    from pd_router.nodes.node_table import Node
+    from pd_router.nodes.node import Node
 
 
 class LivenessGuard:

@@ -13,7 +13,7 @@ from pd_http.errors import NodesDied, NodesFrozen
 from pd_router.nodes.liveness import is_freeze
 
 if TYPE_CHECKING:
-    from pd_router.nodes.node_table import Node
+    from pd_router.nodes.node import Node
 
 
 class NodeDeaths:

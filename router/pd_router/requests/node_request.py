@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from pd_router.calls.body import RequestBody
     from pd_router.calls.reply import CallReply
-    from pd_router.nodes.node_table import Node, Role
+    from pd_router.nodes.node import Node, Role
     from pd_router.policy.route import Route
     from pd_router.records.call_record import CallRecord
     from pd_router.requests.services import Services
@@ -76,7 +76,7 @@ class NodeRequest(ABC):
             self.outcome = "refused"
             await self._pass_on(refusal.answer, refusal.answer.status)
         except NodesDied as error:
-            self._s.metrics.stoppers[error.code].inc()
+            self._s.metrics.legs.stoppers[error.code].inc()
             self._name_route()
             raise
         except PdError:
@@ -180,7 +180,7 @@ class NodeRequest(ABC):
             s.table.answered(node)
             self._record.answered(s.table.clock(), node.node_id)
             return leg, last
-        s.metrics.exhausted.labels(kind).inc()
+        s.metrics.legs.exhausted.labels(kind).inc()
         return None, last
 
     async def _judge(self, leg: str, failure: LegFailed) -> None:
@@ -214,12 +214,12 @@ class NodeRequest(ABC):
                 self._deaths.add(node)
 
     def _note(self, leg: str, failure: LegFailed) -> None:
-        self._s.metrics.leg_failures.labels(leg, failure.node.node_id, failure.kind.value).inc()
+        self._s.metrics.legs.failures.labels(leg, failure.node.node_id, failure.kind.value).inc()
         self._record.failed(f"{leg} {failure.node.node_id} {failure.kind.value}")
         if failure.wait:
-            self._s.metrics.waits.labels(failure.wait, failure.node.node_id).inc()
+            self._s.metrics.legs.waits.labels(failure.wait, failure.node.node_id).inc()
         if failure.kind in _JUDGED:
-            self._s.metrics.moves.labels(leg, failure.node.node_id, failure.kind.value).inc()
+            self._s.metrics.legs.moves.labels(leg, failure.node.node_id, failure.kind.value).inc()
         if failure.kind in _ILLNESS:
             self._s.table.failed(failure.node, unreachable=failure.kind is FailureKind.CONNECT)
         elif failure.kind is FailureKind.REFUSED:

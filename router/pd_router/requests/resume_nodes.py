@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from pd_http.frames import StreamFailed
-    from pd_router.nodes.node_table import Node
+    from pd_router.nodes.node import Node
     from pd_router.requests.stream_record import StreamRecord
 
 

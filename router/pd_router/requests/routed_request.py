@@ -14,7 +14,7 @@ from pd_http.sse import SSE_DONE
 from pd_router.calls.headers import DECODE_BY, PREDICTED, PREFILL_BY, TICKET
 from pd_router.config import HandoffOrder
 from pd_router.errors import NodeFailed
-from pd_router.nodes.node_table import DECODERS, READERS, Role
+from pd_router.nodes.node import DECODERS, READERS, Role
 from pd_router.nodes.upstream import LegFailed, Refused
 from pd_router.policy.candidates import NO_DECODE_NODE, NO_PREFILL_NODE
 from pd_router.policy.charge import charge_for
@@ -27,7 +27,7 @@ from pd_router.requests.splice import send_answer
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from pd_router.nodes.node_table import Node
+    from pd_router.nodes.node import Node
     from pd_router.requests.stream_record import StreamRecord
     from pd_router.requests.untried_nodes import Choose
 
@@ -180,7 +180,7 @@ class RoutedRequest(NodeRequest):
             self._record.until(now_s, "ticket")
             s.metrics.ticket_s.observe(now_s - self._record.arrived_s)
             return leg, handoff
-        s.metrics.exhausted.labels("prefill").inc()
+        s.metrics.legs.exhausted.labels("prefill").inc()
         return None, None
 
     async def _open_decode(self, body: bytes) -> DecodeLeg | None:

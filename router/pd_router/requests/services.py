@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from pd_http.held_bytes import HeldBytes
     from pd_router.admission.key_admission import KeyAdmission
     from pd_router.config import RouterConfig
-    from pd_router.nodes.node_table import Node, NodeTable
+    from pd_router.nodes.node import Node
+    from pd_router.nodes.node_table import NodeTable
     from pd_router.nodes.upstream import Upstream
     from pd_router.policy.route import RoutePolicy
     from pd_router.records.metrics import RouterMetrics

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from pd_http.dialect import Dialect
     from pd_http.reply import HeaderList
     from pd_router.calls.reply import CallReply
+    from pd_router.nodes.node import Node
     from pd_router.nodes.node_connection import Sink
-    from pd_router.nodes.node_table import Node
     from pd_router.requests.legs import DecodeLeg
     from pd_router.requests.liveness_guard import LivenessGuard
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from pd_router.nodes.node_table import Node
+from pd_router.nodes.node import Node
 
 Choose = Callable[[Iterable[Node], float], Node | None]
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from pd_http.errors import StartupError
 from pd_router.config import check_node_url
-from pd_router.nodes.node_table import NodeSpec, Role
+from pd_router.nodes.node import NodeSpec, Role
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator

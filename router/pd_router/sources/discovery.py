@@ -9,14 +9,15 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import TYPE_CHECKING
 
-from pd_router.nodes.node_table import Role
+from pd_router.nodes.node import Role
 from pd_router.sources.base import Roster, is_logged
 from pd_router.sources.membership import Membership, Sight
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
-    from pd_router.nodes.node_table import Node, NodeSpec, NodeTable
+    from pd_router.nodes.node import Node, NodeSpec
+    from pd_router.nodes.node_table import NodeTable
     from pd_router.sources.base import NamedNode, NodeSource
 
     Known = dict[str, tuple[NamedNode, ...]]  # by source: its nodes in use

@@ -14,7 +14,7 @@ from pd_router.sources.base import NamedNode, Roster, make_spec
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Awaitable, Callable
 
-    from pd_router.nodes.node_table import NodeSpec
+    from pd_router.nodes.node import NodeSpec
 
 log = logging.getLogger("pd_router")
 # A change is seen within a second. The content is compared, not the modification time: a copy may keep an old time, and

@@ -15,7 +15,8 @@ from pd_router.sources.node_change import RestartState
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from pd_router.nodes.node_table import Node, NodeSpec, NodeTable
+    from pd_router.nodes.node import Node, NodeSpec
+    from pd_router.nodes.node_table import NodeTable
     from pd_router.sources.base import NamedNode
 
 log = logging.getLogger("pd_router")

@@ -21,12 +21,13 @@ from pd_router.nodes.upstream import LegFailed, Refused
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from pd_router.nodes.node_table import Node, NodeTable
+    from pd_router.nodes.node import Node
+    from pd_router.nodes.node_table import NodeTable
     from pd_router.nodes.upstream import Upstream
 
 log = logging.getLogger("pd_router")
 LOOK_EVERY_S = 0.25  # between two looks at what a node lacks
-RETRY_S = 10.0  # after a node could not load an adapter
+RETRY_S, MAX_RETRY_S = 10.0, 600.0  # after a node could not load an adapter; twice as long after each time
 ORDER_LIFETIME_S = 30.0  # more than clocks differ
 LOAD_DEADLINE_S = 300.0  # a node reads the files, then each of its ranks does, 130 s each at most
 
@@ -76,24 +77,30 @@ class AdapterKeeper:
     async def follow(self, node: Node) -> None:
         """Keep the node's adapters as the table says, until cancelled."""
         loop = asyncio.get_running_loop()
-        retry_at: dict[AdapterRecord, float] = {}
+        waits: dict[AdapterRecord, tuple[float, float]] = {}  # seconds, and their end
+        epoch = node.epoch
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
             if not (node.reachable and node.lora_slots and node.adapters is not None):
                 continue
-            for record in tuple(self._table.adapters.lacking(node.adapters)):
-                if retry_at.get(record, 0.0) > loop.time():
+            lacking = list(self._table.adapters.lacking(node.adapters))
+            waits = {record: waits[record] for record in lacking if record in waits and node.epoch == epoch}
+            epoch, names = node.epoch, {record.name for record in waits}
+            node.adapter_errors = {name: why for name, why in node.adapter_errors.items() if name in names}
+            for record in lacking:
+                wait_s, ends_s = waits.get(record, (RETRY_S / 2, 0.0))
+                if ends_s > loop.time():
                     continue
+                wait_s = min(2 * wait_s, MAX_RETRY_S)
+                waits[record] = wait_s, loop.time() + wait_s
                 try:
                     await self.tell(node, "hold", record)
                     log.info("node %s was told of the adapter %s", node.node_id, record.name)
                 except AdapterRefused as refusal:
-                    log.warning("the adapter %s is not on a node: %s", record.name, refusal)
-                    retry_at = {one: at for one, at in retry_at.items() if at > loop.time()}
-                    retry_at[record] = loop.time() + RETRY_S
+                    log.warning("the adapter %s is not on a node, again in %g s: %s", record.name, wait_s, refusal)
+                    node.adapter_errors[record.name] = str(refusal)
                 except Exception:  # a bug that one node triggers must not stop the others
                     log.exception("node %s (%s) cannot be told of adapters", node.node_id, node.url)
-                    retry_at[record] = loop.time() + RETRY_S
 
 
 def _reason(answer: dict[str, Any]) -> str:

@@ -27,8 +27,9 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
 
     from pd_router.nodes.liveness import Down
+    from pd_router.nodes.node import Node
     from pd_router.nodes.node_connection import NodeExchange
-    from pd_router.nodes.node_table import Node, NodeTable
+    from pd_router.nodes.node_table import NodeTable
     from pd_router.nodes.upstream import Upstream
     from pd_router.records.metrics import RouterMetrics
 

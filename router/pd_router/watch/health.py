@@ -18,7 +18,8 @@ from pd_router.nodes.upstream import LegFailed, Upstream
 
 if TYPE_CHECKING:
     from pd_router.config import RouterConfig
-    from pd_router.nodes.node_table import Node, NodeTable
+    from pd_router.nodes.node import Node
+    from pd_router.nodes.node_table import NodeTable
     from pd_router.nodes.upstream import Answer
 
 log = logging.getLogger("pd_router")

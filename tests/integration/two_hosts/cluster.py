@@ -10,18 +10,19 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 
-from tests.cluster import CLI, base_environment
+from tests.cluster import CLI, REAL, base_environment
 from tests.deadlines import COMMAND_S, HANG_S, until
 from tests.integration.fault_cluster import LOAD_DEADLINE_S, parse_metrics
 from tests.integration.two_hosts.network import HostNetwork, NoNamespaces
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
     from tests.cluster import Launched, Launcher
     from tests.integration.two_hosts.load import Load, Seen
 
 NAMES = ("p", "d", "r")
+ENTERED = "tests.integration.two_hosts.entered"
 ROLES = {"p": "prefill", "d": "decode"}
 HTTP_PORT, CONTROL_PORT, KV_PORTS = 8100, 8101, (45010, 45019)
 SUMMARY = "GITHUB_STEP_SUMMARY"  # a file: what a CI job shows
@@ -76,22 +77,27 @@ class HostCluster:
     def start_node(self, name: str, advertised: str) -> Launched:
         """`advertised`: the address that it tells others."""
         listen = self.network.address(name, v6=self._family == "v6")
-        command = [
-            *CLI, ROLES[name], f"--host={listen}", f"--port={HTTP_PORT}", f"--advertise-host={advertised}",
+        arguments = [
+            ROLES[name], f"--host={listen}", f"--port={HTTP_PORT}", f"--advertise-host={advertised}",
             f"--control-port={CONTROL_PORT}", f"--kv-ports={KV_PORTS[0]}-{KV_PORTS[1]}", f"--node-id={ROLES[name]}",
             "--num-threads=1", "--device=cpu", "--kv-cache-gb=0.15", f"--load-deadline-s={LOAD_DEADLINE_S:g}",
             "--max-num-seqs=16", "--min-remote-tokens=1",
         ]  # fmt: skip
-        return self._launcher.start(name, self.network.command(name, command))
+        return self._launch(name, name, arguments)
 
     def start_router(self) -> Launched:
         listen = self.network.address("r", v6=self._family == "v6")
         nodes = [f"--{role}=http://{_bracketed(self._host(name))}:{HTTP_PORT}" for name, role in ROLES.items()]
         flags = [f"--host={listen}", "--port=8000", "--linger-s=1", "--prefill-on-decode=never"]
-        command = [*CLI, "router", *flags, *nodes]
-        router = self._launcher.start("router", self.network.command("r", command))
+        router = self._launch("router", "r", ["router", *flags, *nodes])
         router.wait_line("router ready on ")
         return router
+
+    def _launch(self, name: str, host: str, arguments: Sequence[str]) -> Launched:
+        """`pd-cluster` on a host, forked: see entered.py."""
+        if REAL:
+            return self._launcher.start(name, self.network.command(host, [*CLI, *arguments]))
+        return self._launcher.module(name, ENTERED, self.network.namespace(host), *arguments)
 
     def url(self, name: str) -> str:
         """As the hub reaches it."""

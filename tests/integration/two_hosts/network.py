@@ -26,6 +26,7 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tests.cluster import FORK_SERVER
 from tests.integration.two_hosts.tap_relay import TapRelay
 
 if TYPE_CHECKING:
@@ -68,8 +69,8 @@ class HostNetwork:
     def close(self) -> None:
         """Idempotent."""
         for name in (*self.names, HUB):
-            subprocess.run(["ip", "netns", "del", self._namespace(name)], capture_output=True)
-            shutil.rmtree(Path("/etc/netns") / self._namespace(name), ignore_errors=True)
+            subprocess.run(["ip", "netns", "del", self.namespace(name)], capture_output=True)
+            shutil.rmtree(Path("/etc/netns") / self.namespace(name), ignore_errors=True)
 
     def address(self, name: str, *, v6: bool = False) -> str:
         number = 254 if name == HUB else self.names.index(name) + 1
@@ -78,16 +79,19 @@ class HostNetwork:
     def hostname(self, name: str) -> str:
         return f"{name}.test"
 
+    def namespace(self, name: str) -> str:
+        return f"{self._unique}{name}"
+
     def command(self, name: str, command: Sequence[str]) -> list[str]:
         """The command that runs `command` on a host."""
-        return ["ip", "netns", "exec", self._namespace(name), *command]
+        return ["ip", "netns", "exec", self.namespace(name), *command]
 
     @contextlib.contextmanager
     def entered(self, name: str = HUB) -> Iterator[None]:
         """This thread's sockets are the host's, if they are made meanwhile. Only of threads with an end of their own:
         others begin with the network of the thread that starts them."""
         with open(f"/proc/{os.getpid()}/task/{threading.get_native_id()}/ns/net") as before:
-            with open(f"/run/netns/{self._namespace(name)}") as there:
+            with open(f"/run/netns/{self.namespace(name)}") as there:
                 _set_namespace(there.fileno())
             try:
                 yield
@@ -160,15 +164,15 @@ class HostNetwork:
             f"{self.address(name, v6=v6)} {self.hostname(name)}\n" for name in self.names for v6 in (False, True)
         )
         for name in (HUB, *self.names):
-            _run(["ip", "netns", "add", self._namespace(name)])
-            folder = Path("/etc/netns") / self._namespace(name)
+            _run(["ip", "netns", "add", self.namespace(name)])
+            folder = Path("/etc/netns") / self.namespace(name)
             folder.mkdir(parents=True)
             (folder / "hosts").write_text(lines)
             self._ip(name, "link set lo up")
         self._ip(HUB, "link add bridge type bridge")
         self._settle(HUB, "bridge")
         for number, name in enumerate(self.names, 1):
-            there = f"name eth0 address 02:00:00:00:00:{number:02x} netns {self._namespace(name)}"
+            there = f"name eth0 address 02:00:00:00:00:{number:02x} netns {self.namespace(name)}"
             self._ip(HUB, f"link add to-{name} type veth peer {there}")
             self._ip(HUB, f"link set to-{name} master bridge up")
             self._tc(HUB, f"qdisc add dev to-{name} clsact")
@@ -181,18 +185,15 @@ class HostNetwork:
         self._ip(name, f"addr add {self.address(name, v6=True)}/64 dev {device} nodad")
         self._ip(name, f"link set {device} up")
 
-    def _namespace(self, name: str) -> str:
-        return f"{self._unique}{name}"
-
     def _ip(self, name: str, command: str) -> None:
-        _run(["ip", "-n", self._namespace(name), *command.split()])
+        _run(["ip", "-n", self.namespace(name), *command.split()])
 
     def _tc(self, name: str, command: str, *more: str) -> None:
-        _run(["tc", "-n", self._namespace(name), *command.split(), *more])
+        _run(["tc", "-n", self.namespace(name), *command.split(), *more])
 
 
 def in_thread(work: Callable[[], None]) -> None:
-    """Run `work` in a thread of its own, to its end. Raises what it raises."""
+    """Run `work` in a thread of its own, to its end. Raises what it raises. Commands may be forked in it."""
     errors: list[BaseException] = []
 
     def run() -> None:
@@ -201,6 +202,7 @@ def in_thread(work: Callable[[], None]) -> None:
         except BaseException as error:
             errors.append(error)
 
+    FORK_SERVER.begin()  # else it would begin in the network that `work` enters
     thread = threading.Thread(target=run)
     thread.start()
     thread.join()

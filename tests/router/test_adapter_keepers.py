@@ -1,0 +1,111 @@
+"""What keepers do about nodes that lack adapters, or have old ones; bounds of orders and of names."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pd_connectors.protocol import adapters
+from pd_connectors.protocol.adapters import IN_HOST, ON_DEVICE, ON_FILE, AdapterRecord, AdapterState
+from pd_connectors.protocol.feed import NodeLoad
+from pd_router.edge import cluster_adapters
+from pd_router.nodes.adapter_table import LOAD_S, AdapterTable, load_s
+from pd_router.watch import adapter_keeper
+from tests.router.router_process import serving, until
+from tests.router.test_cluster_adapters import a_node, a_pair, ask, followed, order
+from tests.server.test_node_adapters import written
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytestmark = pytest.mark.anyio
+ONE, TWO = "1" * 32, "2" * 32
+
+
+@pytest.fixture(autouse=True)
+def eager_keepers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adapter_keeper, "LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr(adapter_keeper, "RETRY_S", 0.01)
+    monkeypatch.setattr(adapter_keeper, "MAX_RETRY_S", 0.03)
+
+
+@pytest.mark.long
+async def test_a_node_that_cannot_load_is_asked_less_and_less_and_says_why(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    written(tmp_path / "one" / "a")
+    written(tmp_path / "two" / "a", "changed")
+    async with a_pair(tmp_path / "one") as (router, p, d), a_node(tmp_path / "two", "d2") as late:
+        await order(router, "tuned", "a")
+        async with serving(prefill=[p], decode=[d, late]) as second:
+            await followed(second, p, d, late)
+            await until(lambda: sum("again in" in one for one in caplog.messages) >= 4)
+            waits = [one.partition("again in ")[2].partition(" s")[0] for one in caplog.messages if "again in" in one]
+            assert waits[:4] == ["0.01", "0.02", "0.03", "0.03"]
+            async with second.session.get(second.url + "/nodes") as answer:
+                rows = {row["node_id"]: row["adapter_errors"] for row in (await answer.json())["nodes"]}
+            assert "the same files" in rows["d2"]["tuned"]
+            assert rows["d"] == {}
+            shutil.copytree(tmp_path / "one" / "a", tmp_path / "two" / "a", dirs_exist_ok=True)
+            node = next(node for node in second.services.table.nodes if node.node_id == "d2")
+            await until(lambda: late.state.adapters.digest_of("tuned") and not node.adapter_errors)
+
+
+@pytest.mark.long
+async def test_orders_do_not_wait_without_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster_adapters, "MAX_ORDERS", 0)
+    written(tmp_path / "a")
+    async with a_pair(tmp_path) as (router, _, _):
+        found = await asyncio.gather(*(order(router, name, "a") for name in ("one", "two", "three")))
+        assert sorted(status for status, _ in found) == [200, 503, 503]
+        assert (await order(router, "four", "a"))[0] == 200
+
+
+@pytest.mark.long
+async def test_a_node_with_the_adapter_of_before_gets_no_request_of_the_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It stood still during the order. While no node has the new one, those of before answer."""
+    written(tmp_path / "a")
+    async with (
+        a_node(tmp_path, "d") as d,
+        a_node(tmp_path, "d2") as stale,
+        serving(decode=[d, stale], admin_endpoints="open") as router,
+    ):
+        await followed(router, d, stale)
+        _, told = await order(router, "tuned", "a")
+        table = router.services.table
+        newer = AdapterRecord("tuned", "a", told["digest"], 1 << 62)
+        monkeypatch.setattr(AdapterTable, "lacking", lambda table, adapters: ())  # no keeper tells it meanwhile
+        first, _ = table.nodes
+        table.adapters.learn(newer)
+        assert {len(table.current(list(table.nodes), name)) for name in ("tuned", "demo")} == {2}
+        first.adapters = {"tuned": AdapterState(newer)}
+        for _ in range(4):
+            assert (await ask(router, "tuned"))[0] == 200
+        assert (len(d.engine.requests), len(stale.engine.requests)) == (4, 0)
+
+
+def test_a_name_that_was_forgotten_as_unloaded_does_not_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node was away when it was unloaded, and more names after it than a router keeps."""
+    monkeypatch.setattr(adapters, "MAX_RECORDS", 2)
+    table, away = AdapterTable(), AdapterRecord("away", "a", ONE, 5)
+    table.learn(away)
+    for stamp, name in enumerate(("away", "b", "c"), 6):
+        table.learn(AdapterRecord(name, stamp=stamp))
+    assert "away" not in {one.name for one in table.records}
+    table.learn(away)
+    assert table.find("away") is None
+    told = {"away": AdapterState(away), "own": AdapterState(AdapterRecord("own", "b", TWO, 0))}
+    assert [one for one in table.lacking(told) if one.name in told] == [AdapterRecord("away", stamp=6)]
+    table.learn(AdapterRecord("away", "a", TWO, table.next_stamp(0.0)))
+    assert table.find("away") is not None, "a new order gives it a meaning again"
+
+
+def test_seconds_to_load_are_those_that_the_node_has_measured() -> None:
+    states = [AdapterState(AdapterRecord("a", "a", ONE, 5), tier) for tier in (ON_DEVICE, IN_HOST, ON_FILE, 7)]
+    assert [load_s(one) for one in states] == [*LOAD_S, LOAD_S[-1]]
+    assert [load_s(one, NodeLoad(adapter_s=2.0)) for one in states[:3]] == [0.0, LOAD_S[1], LOAD_S[1] + 2.0]
