@@ -16,7 +16,7 @@ from tests.engine.test_core_pipeline import CONFIG, make_connector
 from tests.in_loop_engine import InLoopEngine
 from tests.run_on import RunsOn
 from tests.server.cut_nodes import ASKED, PACKAGE, TOOL, USAGE, tool_state
-from tests.shallow_model import shallow_model
+from tests.shallow_model import ONE_LAYER, shallow_model
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
@@ -71,7 +71,7 @@ CASES = [
 
 
 def config_of(model: str) -> NodeConfig:
-    directory = shallow_model() if model == "demo_model" else str(PACKAGE / model)
+    directory = shallow_model(ONE_LAYER) if model == "demo_model" else str(PACKAGE / model)
     return replace(
         CONFIG,
         model=replace(CONFIG.model, model=directory),
