@@ -76,17 +76,19 @@ async def test_a_node_with_the_adapter_of_before_gets_no_request_of_the_name(
         serving(decode=[d, stale], admin_endpoints="open") as router,
     ):
         await followed(router, d, stale)
-        _, told = await order(router, "tuned", "a")
+        _, done = await order(router, "tuned", "a")
         table = router.services.table
-        newer = AdapterRecord("tuned", "a", told["digest"], 1 << 62)
+        newer = AdapterRecord("tuned", "a", done["digest"], 1 << 62)
         monkeypatch.setattr(AdapterTable, "lacking", lambda table, adapters: ())  # no keeper tells it meanwhile
-        first, _ = table.nodes
+        first, second = table.nodes
         table.adapters.learn(newer)
         assert {len(table.current(list(table.nodes), name)) for name in ("tuned", "demo")} == {2}
         first.adapters = {"tuned": AdapterState(newer)}
-        for _ in range(4):
-            assert (await ask(router, "tuned"))[0] == 200
-        assert (len(d.engine.requests), len(stale.engine.requests)) == (4, 0)
+        for told in (second.adapters, None):  # None: it answers again, and its feed is not read yet
+            second.adapters = told
+            for _ in range(4):
+                assert (await ask(router, "tuned"))[0] == 200
+        assert (len(d.engine.requests), len(stale.engine.requests)) == (8, 0)
 
 
 def test_a_name_that_was_forgotten_as_unloaded_does_not_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
