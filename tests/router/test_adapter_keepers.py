@@ -107,6 +107,21 @@ def test_a_name_that_was_forgotten_as_unloaded_does_not_come_back(monkeypatch: p
     assert table.find("away") is not None, "a new order gives it a meaning again"
 
 
+def test_a_router_that_has_just_started_takes_no_loaded_name_for_a_forgotten_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It hears first of a node that could not load them, and that knows as many unloaded names as a router keeps."""
+    monkeypatch.setattr(adapters, "MAX_RECORDS", 4)
+    table = AdapterTable()
+    for stamp in range(10, 14):
+        table.learn(AdapterRecord(f"unloaded {stamp}", stamp=stamp))
+    told = {name: AdapterState(AdapterRecord(name, "a", ONE, stamp)) for name, stamp in (("old", 5), ("older", 4))}
+    for state in told.values():
+        table.learn(state.record)
+    assert [name for name in told if table.find(name) is None] == []
+    assert list(table.lacking(told)) == []
+
+
 def test_seconds_to_load_are_those_that_the_node_has_measured() -> None:
     states = [AdapterState(AdapterRecord("a", "a", ONE, 5), tier) for tier in (ON_DEVICE, IN_HOST, ON_FILE, 7)]
     assert [load_s(one) for one in states] == [*LOAD_S, LOAD_S[-1]]
