@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import pytest
 
@@ -13,13 +13,18 @@ from pd_connectors.protocol.adapters import IN_HOST, ON_DEVICE, ON_FILE, Adapter
 from pd_connectors.protocol.feed import NodeLoad
 from pd_router.edge import cluster_adapters
 from pd_router.nodes.adapter_table import LOAD_S, AdapterTable, load_s
+from pd_router.nodes.node import Node, Role
 from pd_router.watch import adapter_keeper
+from pd_router.watch.adapter_keeper import AdapterKeeper
 from tests.router.router_process import serving, until
 from tests.router.test_cluster_adapters import a_node, a_pair, ask, followed, order
 from tests.server.test_node_adapters import written
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from pd_router.nodes.node_table import NodeTable
+    from pd_router.nodes.upstream import Upstream
 
 pytestmark = pytest.mark.anyio
 ONE, TWO = "1" * 32, "2" * 32
@@ -52,6 +57,18 @@ async def test_a_node_that_cannot_load_is_asked_less_and_less_and_says_why(
             shutil.copytree(tmp_path / "one" / "a", tmp_path / "two" / "a", dirs_exist_ok=True)
             node = next(node for node in second.services.table.nodes if node.node_id == "d2")
             await until(lambda: late.state.adapters.digest_of("tuned") and not node.adapter_errors)
+
+
+async def test_a_node_that_serves_no_adapters_any_more_has_no_errors_of_them() -> None:
+    node = Node("http://127.0.0.1:1", Role.DECODE, "d", reachable=True, epoch=1, adapter_errors={"tuned": "no files"})
+    keeper = AdapterKeeper(cast("NodeTable", None), cast("Upstream", None), b"", lambda: 0.0)
+    following = asyncio.create_task(keeper.follow(node))
+    try:
+        await asyncio.sleep(0)  # it has seen the boot that has the error
+        node.epoch = 2
+        await until(lambda: not node.adapter_errors)
+    finally:
+        following.cancel()
 
 
 @pytest.mark.long
