@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -21,6 +22,9 @@ from tests.kernels.test_triton_attention import (
     attention_of,
     on_device,
 )
+
+if TYPE_CHECKING:
+    from _pytest.mark import ParameterSet
 
 # Triton's interpreter on numpy
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")
