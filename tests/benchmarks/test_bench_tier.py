@@ -31,7 +31,7 @@ NUM_WHOLE = 112 + 128 + 128 + 144 + 144
 
 @pytest.fixture(autouse=True)
 def short_streams(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tier_bench, "ALONE_TOKENS", 10)
+    monkeypatch.setattr(tier_bench, "QUIET_TOKENS", 10)
     monkeypatch.setattr(tier_bench, "BESIDE_TOKENS", 2)
 
 
