@@ -107,7 +107,7 @@ def node_of(engine: InLoopEngine, node_id: str, model: str, stack: contextlib.As
     return create_app(state)
 
 
-@pytest.mark.parametrize("step", [pytest.param(1, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("step", [pytest.param(1, marks=pytest.mark.slow), 5])
 async def test_a_cut_generation_goes_on(model: tuple[str, DeviceExecutor, Connector], step: int) -> None:
     """All cases at once, in a cache that is too small for them: some are preempted with their known tokens."""
     name, executor, connector = model
@@ -116,7 +116,7 @@ async def test_a_cut_generation_goes_on(model: tuple[str, DeviceExecutor, Connec
         mine = [case for of, case in CASES if of == name]
         await asyncio.gather(*(check_cuts(case, first, second, same=same_content, step=step) for case in mine))
         known = [request for request in engine.requests if request.known]
-        assert len(known) > 3 * len(mine)
+        assert len(known) > 9 * len(mine) / step
     assert engine.stats is not None
     preempted = sum(engine.stats.counters[f"preemptions_{kind}_total"] for kind in ("recompute", "swap"))
     assert preempted > 0
