@@ -109,9 +109,9 @@ def answers_of(directory: Path) -> Ids:
     return found
 
 
-def merge(adapter: MadeAdapter, directory: Path) -> Path:
+def merge(adapter: MadeAdapter, directory: Path, model: str) -> Path:
     """A copy of the model with the adapter in its weights."""
-    shutil.copytree(shallow_model(ONE_LAYER), directory)
+    shutil.copytree(model, directory)
     weights = load_file(directory / "model.safetensors")
     for name, change in adapter.changes.items():
         weights[f"{name}.weight"] = weights[f"{name}.weight"].float() + change
@@ -125,7 +125,7 @@ def adapted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Adapted]:
     executor = DeviceExecutor.started(replace(ONE_LAYERED, lora=LORA), lambda _: None)
     parts = served_parts(executor)
     adapters = [make_adapter(root / str(rank), parts, dict.fromkeys(parts, rank).__getitem__, rank) for rank in RANKS]
-    merged = [merge(adapter, root / f"merged-{adapter.digest}") for adapter in adapters]
+    merged = [merge(adapter, root / f"merged-{adapter.digest}", shallow_model(ONE_LAYER)) for adapter in adapters]
     expected = [answers_of(path) for path in (Path(shallow_model(ONE_LAYER)), *merged)]
     for connector in make_connector(executor):
         yield Adapted(Node(executor, connector), adapters, expected)

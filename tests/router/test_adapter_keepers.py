@@ -14,6 +14,7 @@ from pd_connectors.protocol.feed import NodeLoad
 from pd_router.edge import cluster_adapters
 from pd_router.nodes.adapter_table import LOAD_S, AdapterTable, load_s
 from pd_router.nodes.node import Node, Role
+from pd_router.nodes.node_table import NodeTable
 from pd_router.watch import adapter_keeper
 from pd_router.watch.adapter_keeper import AdapterKeeper
 from tests.router.router_process import serving, until
@@ -23,7 +24,6 @@ from tests.server.test_node_adapters import written
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from pd_router.nodes.node_table import NodeTable
     from pd_router.nodes.upstream import Upstream
 
 pytestmark = pytest.mark.anyio
@@ -97,6 +97,7 @@ async def test_a_node_with_the_adapter_of_before_gets_no_request_of_the_name(
         table = router.services.table
         newer = AdapterRecord("tuned", "a", done["digest"], 1 << 62)
         monkeypatch.setattr(AdapterTable, "lacking", lambda table, adapters: ())  # no keeper tells it meanwhile
+        monkeypatch.setattr(NodeTable, "tell_adapters", lambda *_, **__: None)  # nor do feeds, of the one loaded before
         first, second = table.nodes
         table.adapters.learn(newer)
         assert {len(table.current(list(table.nodes), name)) for name in ("tuned", "demo")} == {2}
