@@ -39,6 +39,7 @@ STEPS_BESIDE = ((0, 2048, (32, 128)), (32, 0, (8, 32)), (1, 0, (8,)))
 PIECES_MIB = (64, 16, 256, 1024)
 MOST_APART = 0.02  # of the prompts' tokens, a live hit rate and a simulated one
 STREAMS = 16
+QUIET_TOKENS, BESIDE_TOKENS = 200, 20  # of each stream: without a prompt, and after each one
 NUM_PROMPTS = 5
 # Counters that have every token in whole blocks of a round's prompts, but for the last one
 HITS = {"hit on the device": "prefix_cache_hit_tokens_total", "hit in the host": "host_cache_hit_tokens_total"}
@@ -254,13 +255,15 @@ class TierBench:
             self.faults.append("answers after hits on the device and in the host differ")
         self._evict(client)
         ids = self._streams(client)
-        self.note(f"{STREAMS} streams, nothing else", **client.gaps_of(ids, lambda: client.run_tokens(ids, 200)))
+        self.note(
+            f"{STREAMS} streams, nothing else", **client.gaps_of(ids, lambda: client.run_tokens(ids, QUIET_TOKENS))
+        )
         before, beside = self._tier_counters(), list[float]()
 
         def load() -> None:
             for prompt in prompts:
                 beside.extend(self._answers(client, [prompt], 2)[0])
-                client.run_tokens(ids, 20)
+                client.run_tokens(ids, BESIDE_TOKENS)
 
         gaps = client.gaps_of(ids, load)
         self.note(f"{STREAMS} streams, prompts of {length} load", **gaps, ttft_ms=beside, counters=self._since(before))

@@ -13,6 +13,7 @@ import httpx._transports.default as httpx_transport
 import pytest
 from hypothesis import HealthCheck, settings
 
+from pd_cluster.launch import cli
 from tests.cluster import Launcher
 from tests.deadlines import HANG_S, SLOW_HANG_S
 from tests.kept_environment import kept_environment
@@ -57,6 +58,9 @@ httpx_transport.create_ssl_context = _ssl_context  # it imports the name
 for _part in ("connect", "read", "write", "pool"):
     assert getattr(httpx_config.DEFAULT_TIMEOUT_CONFIG, _part) == 5.0
     setattr(httpx_config.DEFAULT_TIMEOUT_CONFIG, _part, HANG_S)
+
+
+cli.build_parser = functools.cache(cli.build_parser)  # 30 ms of CPU for each command that a test calls
 
 
 @pytest.hookimpl(wrapper=True)

@@ -95,6 +95,9 @@ def _bounds(max_bytes: int) -> tuple[tuple[str, int], tuple[str, int]]:
 
 def _open(directory: Path, name: str, most: int, stack: ExitStack, below: Path | None) -> _OpenFile:
     path = directory / name
+    leaves = BadAdapter(f"{name} leads out of --lora-dir: only what is below it can be loaded")
+    if below is not None and not Path(os.path.realpath(path)).is_relative_to(below):  # whatever is there, or is not
+        raise leaves
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # of a pipe: do not wait for a writer
     except FileNotFoundError:
@@ -105,7 +108,7 @@ def _open(directory: Path, name: str, most: int, stack: ExitStack, below: Path |
     stack.callback(os.close, descriptor)
     # Of what is open: links on the way may have changed since the path was looked at
     if below is not None and not Path(os.readlink(f"/proc/self/fd/{descriptor}")).is_relative_to(below):
-        raise BadAdapter(f"{name} leads out of --lora-dir: only what is below it can be loaded")
+        raise leaves
     found = os.fstat(descriptor)
     if not stat.S_ISREG(found.st_mode):
         raise BadAdapter(f"{path} is not a regular file")

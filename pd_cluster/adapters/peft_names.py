@@ -3,7 +3,8 @@
 They are those of `check_target_module_exists` and `get_pattern_key` in PEFT 0.21. The texts are regexes of
 others, which may take for ever: all of them together have one deadline. `re` has none, and holds the interpreter, and
 with it each stream, while it matches. `regex` knows more than `re`, so than PEFT: recursion, which takes GB in seconds,
-and errors that a match may have. Both are refused, and so are long repeats: `a{4000000000}` takes 8 GB to compile.
+and errors that a match may have. Both are refused, and so are long repeats: `a{4000000000}` takes 8 GB to compile, and
+`(((a{99}){99}){99}){99}` more than 3.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import re
 import time
 from functools import lru_cache
+from math import prod
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import regex
@@ -24,9 +26,10 @@ if TYPE_CHECKING:
 
     from pd_cluster.adapters.peft_config import PeftConfig
 
+MOST_COPIED = 100_000  # characters of a pattern with repeats in repeats, each as often as it is repeated
 MATCH_DEADLINE_S = 5.0  # of all names of an adapter: 560 modules by 560 patterns take 1 s
 _LAYER_LIST = r".*?\.[^.]*"  # up to the first list of layers, where the config names none
-_REPEAT = re.compile(r"\{(\d{0,2},?\d{0,2}|100)\}")
+_REPEAT = re.compile(r"\{(\d{0,2}|100)(,(\d{0,2}|100))?\}")
 _PLAIN = re.compile(r"\^?[A-Za-z0-9_.]+")
 _Value = TypeVar("_Value")
 
@@ -107,6 +110,9 @@ class PeftNames:
             if (compiled := self._compiled.get(pattern)) is None:
                 if "{" in _REPEAT.sub("", pattern):
                     raise re.error("its braces hold more than a count of up to 100")
+                copies = prod(max(1, int(least or 0)) for least, _, _ in _REPEAT.findall(pattern))
+                if copies > 1 and copies * len(pattern) > MOST_COPIED:
+                    raise re.error("its repeats make it too long")
                 re.compile(pattern)  # what is only `regex`'s is an error, in PEFT, too
                 compiled = self._compiled[pattern] = regex.compile(pattern)
             found = compiled.fullmatch(name, timeout=left_s)

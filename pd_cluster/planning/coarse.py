@@ -177,7 +177,9 @@ class CoarseNode:
     def _evenly(self, alone_s: float, full_s: float, size: int) -> tuple[float, float]:
         """Seconds and tokens of a mean step, if so many have prompts as the streams' slack allows."""
         allowed_s = self._mean_s * (1 + self._saved / SPREAD)
-        share = min(1.0, max(LEAST_SHARE, (allowed_s - alone_s) / (full_s - alone_s)))
+        if full_s <= max(alone_s, allowed_s):  # a measured step with few prompt tokens may be no longer than without
+            return full_s, float(size)
+        share = max(LEAST_SHARE, (allowed_s - alone_s) / (full_s - alone_s))
         return alone_s + share * (full_s - alone_s), share * size
 
 

@@ -188,13 +188,15 @@ class Drafting:
         """Turn decodes of the step, which is planned otherwise, into decodes with drafts, and order its chunks."""
         self._prolonged = 1.0
         self.settle()  # in most cases it is done
-        if not self._payoff.rests():
-            started_s = self._costs.clock()
-            self._add(builder)
-            if self._costs.is_late():
-                self._payoff.spend(self._costs.clock() - started_s)
-            else:
-                self._payoff.forget()
+        is_weighed = builder.is_of_decodes and bool(self._credits)  # no other step tells what drafts are worth
+        if is_weighed and self._payoff.rests():
+            return
+        started_s = self._costs.clock()
+        self._add(builder)
+        if not self._costs.is_late():
+            self._payoff.forget()
+        elif is_weighed:
+            self._payoff.spend(self._costs.clock() - started_s)
 
     def _add(self, builder: BatchBuilder) -> None:
         chunks, sequences, unready, share = builder.chunks, self._queues.sequences, builder.unready, builder.prompts

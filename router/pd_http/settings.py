@@ -9,6 +9,7 @@ intervals). The absence of a flag is kept apart from its default.
 from __future__ import annotations
 
 import argparse
+import functools
 import math
 from dataclasses import Field, field, fields, replace
 from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
@@ -42,7 +43,7 @@ def add_flags(group: argparse._ActionsContainer, kind: type, skip: Collection[st
 
     `skip`: names of fields without a flag.
     """
-    types = get_type_hints(kind)
+    types = _types(kind)
     for item in fields(kind):
         if item.name not in skip:
             options = _options(item, types[item.name])
@@ -54,7 +55,7 @@ def given_values(given: Mapping[str, Any], kind: type, environ: Mapping[str, str
 
     Raises StartupError if a value of the environment is of the wrong type.
     """
-    types = get_type_hints(kind)
+    types = _types(kind)
     values: dict[str, Any] = {}
     for item in fields(kind):
         env = item.metadata.get("env", "")
@@ -113,6 +114,12 @@ def _wrong_numbers(settings: Any) -> Iterator[tuple[Field[Any], str]]:
             yield item, f"{flag} must be {f'{item.default} or ' * (item.default < least)}at least {least}, not {value}"
         elif value > most:
             yield item, f"{flag} must be at most {most}, not {value}"
+
+
+@functools.cache
+def _types(kind: type) -> dict[str, Any]:
+    """Of its fields. They are texts in the class, and reading them anew was a quarter of making the command line."""
+    return get_type_hints(kind)
 
 
 def _options(item: Field[Any], kind: Any) -> dict[str, Any]:

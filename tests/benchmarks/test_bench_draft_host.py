@@ -5,13 +5,21 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from benchmarks.draft_host import STEPS, RecordedNode, main, texts_of
+from benchmarks import draft_host
+from benchmarks.draft_host import RecordedNode, main, texts_of
 
 if TYPE_CHECKING:
     import pytest
 
 
-def test_edits_are_drafted_and_what_matches_nothing_is_not(capsys: pytest.CaptureFixture[str]) -> None:
+STEPS = 25
+
+
+def test_edits_are_drafted_and_what_matches_nothing_is_not(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(draft_host, "STEPS", STEPS)
+    monkeypatch.setattr(draft_host, "WARM_STEPS", 10)
     texts = texts_of("edits", 2)
     none, lookup = (RecordedNode(texts, drafts=drafts).run() for drafts in (False, True))
     assert none.num_drafts == 0

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 
-import pd_cluster
 from benchmarks.__main__ import main
 from benchmarks.ceilings import Ceilings, ModelCosts
 from benchmarks.gpu import GpuBench, Measured
@@ -22,6 +21,7 @@ from benchmarks.shapes import CONFIGS
 from pd_cluster.config import CacheConfig, HandoffConfig, ModelConfig, NodeConfig, SchedulerConfig
 from pd_cluster.models.registry import resolve_spec
 from pd_cluster.protocol.sampling_params import SamplingParams
+from tests.shallow_model import shallow_model
 
 CEILINGS = Ceilings(read=4.2e12, copy=4.3e12, matrix=790e12, quantized=1400e12)
 
@@ -164,9 +164,7 @@ def test_random_weights_choose_experts_evenly(tmp_path: Path) -> None:
 
 def test_the_offline_engine_counts_every_token() -> None:
     config = NodeConfig(
-        model=ModelConfig(
-            model=str(Path(pd_cluster.__file__).parent / "demo_model"), device="cpu", dtype="float32", num_threads=1
-        ),
+        model=ModelConfig(model=shallow_model(), device="cpu", dtype="float32", num_threads=1),
         cache=CacheConfig(num_blocks=32),
         scheduler=SchedulerConfig(async_scheduling="on"),
         handoff=HandoffConfig(connector="none"),

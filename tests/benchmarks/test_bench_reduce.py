@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import socket
+from functools import partial
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, TCPStore
+from torch.multiprocessing.spawn import start_processes
 
 from benchmarks import reduce
 from pd_cluster.errors import StartupError
@@ -79,8 +81,10 @@ def fail_on_rank_1(rank: int, num_ranks: int, port: int, namespace: Namespace) -
 
 
 @pytest.mark.integration
+@pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")  # Python 3.12: torch has threads
 def test_a_rank_that_fails_ends_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(reduce, "run_rank", fail_on_rank_1)
+    monkeypatch.setattr(reduce, "spawn", partial(start_processes, start_method="fork"))  # no second import of torch
     with pytest.raises(StartupError, match=r"rank 1 of \[1, 32, 128\]: the ranks differ"):
         reduce.main([])

@@ -22,11 +22,17 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 FLAGS = (
-    "tier --parts hits --device cpu --shape tiny --num-blocks 400 --host-gb 0.02 "
-    "--prompt 256 --context 16 --most-tokens 330 --repeats 1"
+    "tier --parts hits --device cpu --shape tiny --num-blocks 150 --host-gb 0.02 "
+    "--prompt 128 --context 16 --most-tokens 80 --repeats 1"
 )
-# Of five prompts of 256 tokens, 7 more each: all but the last token, in blocks of 16
-NUM_WHOLE = 240 + 256 + 256 + 272 + 272
+# Of five prompts of 128 tokens, 7 more each: all but the last token, in blocks of 16
+NUM_WHOLE = 112 + 128 + 128 + 144 + 144
+
+
+@pytest.fixture(autouse=True)
+def short_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tier_bench, "QUIET_TOKENS", 10)
+    monkeypatch.setattr(tier_bench, "BESIDE_TOKENS", 2)
 
 
 def measured(path: Path) -> tuple[int, dict[str, Any], dict[str, dict[str, Any]]]:
@@ -39,13 +45,13 @@ def measured(path: Path) -> tuple[int, dict[str, Any], dict[str, dict[str, Any]]
 def test_hits_and_gaps_are_recorded(tmp_path: Path) -> None:
     status, record, rows = measured(tmp_path / "record")
     assert (status, record["faults"]) == (0, [])
-    assert len(rows["TTFT of 256, hit in the host"]["ms"]) == 5
-    assert rows["TTFT of 256, computed"]["counters"]["prefix_cache_hit_tokens_total"] == 0
-    on_device = rows["TTFT of 256, hit on the device"]["counters"]
+    assert len(rows["TTFT of 128, hit in the host"]["ms"]) == 5
+    assert rows["TTFT of 128, computed"]["counters"]["prefix_cache_hit_tokens_total"] == 0
+    on_device = rows["TTFT of 128, hit on the device"]["counters"]
     assert on_device["prefix_cache_hit_tokens_total"] == NUM_WHOLE
     assert on_device["host_cache_hit_tokens_total"] == 0
-    assert rows["TTFT of 256, hit in the host"]["counters"]["host_cache_hit_tokens_total"] == NUM_WHOLE
-    assert rows["16 streams, prompts of 256 load"]["gap_max_ms"] > 0
+    assert rows["TTFT of 128, hit in the host"]["counters"]["host_cache_hit_tokens_total"] == NUM_WHOLE
+    assert rows["16 streams, prompts of 128 load"]["gap_max_ms"] > 0
     assert rows["answers of hits in the host"]["equal"]["hit on the device"], "with NaN in blocks not written"
 
 

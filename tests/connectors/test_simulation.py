@@ -49,7 +49,7 @@ def run(faults: Faults, seed: int, num_operations: int, num_engines: int, degree
     num_operations=st.integers(1, 60),
     num_engines=st.integers(1, 3),
 )
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_every_schedule(faults: Faults, seed: int, num_operations: int, num_engines: int) -> None:
     simulation = run(faults, seed, num_operations, num_engines)
     assert simulation.num_done + len(simulation.failures) <= simulation.num_loads
@@ -70,7 +70,7 @@ def check_ranked(faults: Faults, seed: int, num_operations: int, degrees: list[i
 
 @pytest.mark.long
 @given(**RANKED)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_every_schedule_of_engines_with_ranks_that_die_or_lag(
     faults: Faults, seed: int, num_operations: int, degrees: list[int]
 ) -> None:

@@ -10,12 +10,17 @@ from typing import TYPE_CHECKING, Any
 import kubernetes_validate
 from jsonschema import Draft202012Validator
 from jsonschema.exceptions import best_match
+from jsonschema.validators import extend
 from kubernetes_validate.utils import all_versions, schema_contents
 from referencing import Registry, Resource
 
 from tests.deploy.custom_resources import check_custom_resource
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from jsonschema.exceptions import ValidationError
+
     from tests.deploy.chart import Object
 
 VERSIONS = ("1.29", "1.32", kubernetes_validate.latest_version())
@@ -48,7 +53,27 @@ def _validator(api_version: str, kind: str, version: str) -> Draft202012Validato
     """As `kubernetes_validate.validate` makes it anew for each object, where it is most of the time."""
     group = re.sub(r"^([^./]*)(?:\.[^/]*)?/", r"\1-", api_version)
     schema = _schema(version, f"{kind.lower()}-{group}")
-    return Draft202012Validator(schema, registry=Resource.from_contents(schema) @ _definitions(version))
+    found: Draft202012Validator = _kind_of_validator(version)(
+        schema, registry=Resource.from_contents(schema) @ _definitions(version)
+    )
+    return found
+
+
+@cache
+def _kind_of_validator(version: str) -> type[Draft202012Validator]:
+    """It looks once at each part that a definition describes: most pods of most values have most parts alike."""
+    right: set[tuple[str, str]] = set()  # definition, and the part as JSON
+
+    def definition(validator: Any, ref: str, part: Any, schema: Any) -> Iterator[ValidationError]:
+        known = (ref.rpartition("#")[2], json.dumps(part))  # only _definitions has any
+        if known not in right:
+            wrong = list(Draft202012Validator.VALIDATORS["$ref"](validator, ref, part, schema))
+            if not wrong:
+                right.add(known)
+            yield from wrong
+
+    found: type[Draft202012Validator] = extend(Draft202012Validator, {"$ref": definition})
+    return found
 
 
 @cache

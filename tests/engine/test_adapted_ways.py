@@ -107,7 +107,7 @@ def ways(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ways]:
     root, executor = tmp_path_factory.mktemp("ways"), executor_of(shallow_model(), LORA)
     parts = served_parts(executor)
     adapter = make_adapter(root / "one", parts, dict.fromkeys(parts, RANK).__getitem__, RANK)
-    merged = answers_of(str(merge(adapter, root / "merged")))
+    merged = answers_of(str(merge(adapter, root / "merged", shallow_model())))
     base = answers_of(shallow_model())
     for way in WAYS:
         assert any(merged[key] != base[key] for key in base if way in key[0]), (

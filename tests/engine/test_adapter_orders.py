@@ -23,9 +23,8 @@ from pd_connectors.protocol.cache_space import cache_space
 from tests.deadlines import HANG_S
 from tests.drafters import lookup_drafter
 from tests.engine.drafting_node import LOOKUP, Node, Told
-from tests.engine.test_core_pipeline import CONFIG, PROMPTS, make_connector
-from tests.engine.test_core_pipeline import SAMPLINGS as LONG_SAMPLINGS
-from tests.shallow_model import shallow_model
+from tests.engine.test_core_pipeline import ONE_LAYERED, PROMPTS, SAMPLINGS, make_connector
+from tests.shallow_model import ONE_LAYER, shallow_model
 from tests.worker.adapted import MadeAdapter, make_adapter, served_parts
 
 if TYPE_CHECKING:
@@ -33,8 +32,6 @@ if TYPE_CHECKING:
 
 LORA = LoraConfig(lora_slots=2, max_lora_rank=20)
 RANKS = (20, 4, 9)
-# Half of the tokens: 24 requests at once preempt each other all the same
-SAMPLINGS = [msgspec.structs.replace(one, max_tokens=-(-one.max_tokens // 2)) for one in LONG_SAMPLINGS]
 Ids = dict[tuple[str, int], list[int]]
 
 
@@ -99,8 +96,8 @@ def asked(adapter: str, index: int, request: int, work: Work = Work.GENERATE) ->
 
 def answers_of(directory: Path) -> Ids:
     """By requests of the base model in a directory, without adapters."""
-    model, cache = replace(CONFIG.model, model=str(directory)), replace(CONFIG.cache, num_blocks=64)
-    config = replace(CONFIG, model=model, cache=cache)
+    model, cache = replace(ONE_LAYERED.model, model=str(directory)), replace(ONE_LAYERED.cache, num_blocks=64)
+    config = replace(ONE_LAYERED, model=model, cache=cache)
     executor = DeviceExecutor.started(config, lambda _: None)
     found: Ids = {}
     for connector in make_connector(executor):
@@ -112,9 +109,9 @@ def answers_of(directory: Path) -> Ids:
     return found
 
 
-def merge(adapter: MadeAdapter, directory: Path) -> Path:
+def merge(adapter: MadeAdapter, directory: Path, model: str) -> Path:
     """A copy of the model with the adapter in its weights."""
-    shutil.copytree(shallow_model(), directory)
+    shutil.copytree(model, directory)
     weights = load_file(directory / "model.safetensors")
     for name, change in adapter.changes.items():
         weights[f"{name}.weight"] = weights[f"{name}.weight"].float() + change
@@ -125,11 +122,11 @@ def merge(adapter: MadeAdapter, directory: Path) -> Path:
 @pytest.fixture(scope="module")
 def adapted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Adapted]:
     root = tmp_path_factory.mktemp("adapted")
-    executor = DeviceExecutor.started(replace(CONFIG, lora=LORA), lambda _: None)
+    executor = DeviceExecutor.started(replace(ONE_LAYERED, lora=LORA), lambda _: None)
     parts = served_parts(executor)
     adapters = [make_adapter(root / str(rank), parts, dict.fromkeys(parts, rank).__getitem__, rank) for rank in RANKS]
-    merged = [merge(adapter, root / f"merged-{adapter.digest}") for adapter in adapters]
-    expected = [answers_of(path) for path in (Path(shallow_model()), *merged)]
+    merged = [merge(adapter, root / f"merged-{adapter.digest}", shallow_model(ONE_LAYER)) for adapter in adapters]
+    expected = [answers_of(path) for path in (Path(shallow_model(ONE_LAYER)), *merged)]
     for connector in make_connector(executor):
         yield Adapted(Node(executor, connector), adapters, expected)
     executor.close()
@@ -147,7 +144,7 @@ def expect_answers(bench: AdaptedBench, adapted: Adapted) -> None:
     ("mode", "more"),
     [
         ("off", {}), ("on", {}), ("on", {"kind": LOOKUP}), ("on", {"prefix_caching": False}),
-        ("on", {"lora": replace(LORA, lora_host_gb=0.002)}),
+        ("on", {"lora": replace(LORA, lora_host_gb=0.001)}),
     ],
     ids=["off", "on", "drafts", "no hits", "files again"],
 )  # fmt: skip
@@ -344,7 +341,7 @@ def test_an_unload_while_it_is_read(adapted: Adapted, monkeypatch: pytest.Monkey
 
 
 def test_requests_end_if_the_files_are_others_when_they_are_read_again(adapted: Adapted, tmp_path: Path) -> None:
-    bench, (first, second, third) = adapted.bench(lora=replace(LORA, lora_host_gb=0.002)), adapted.adapters
+    bench, (first, second, third) = adapted.bench(lora=replace(LORA, lora_host_gb=0.001)), adapted.adapters
     moved = replace(second, path=Path(shutil.copytree(second.path, tmp_path / "moved")))
     bench.load(moved)
     bench.load(first, third)

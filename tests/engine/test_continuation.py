@@ -9,7 +9,7 @@ import pytest
 
 from pd_cluster.protocol.messages import AddRequest, RequestFailed
 from pd_cluster.worker.device_executor import DeviceExecutor
-from tests.engine.test_core_pipeline import CONFIG, PROMPTS, SAMPLINGS, Bench, generate, make_connector
+from tests.engine.test_core_pipeline import ONE_LAYERED, PROMPTS, SAMPLINGS, Bench, generate, make_connector
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -21,7 +21,8 @@ Answers = dict[tuple[str, int], list[int]]
 
 @pytest.fixture(scope="module")
 def executor() -> Iterator[DeviceExecutor]:
-    executor = DeviceExecutor.started(replace(CONFIG, cache=replace(CONFIG.cache, num_blocks=64)), lambda text: None)
+    roomy = replace(ONE_LAYERED, cache=replace(ONE_LAYERED.cache, num_blocks=64))
+    executor = DeviceExecutor.started(roomy, lambda text: None)
     yield executor
     executor.close()
 
@@ -42,7 +43,7 @@ def whole(executor: DeviceExecutor, connector: Connector) -> Bench:
 def test_known_tokens_and_the_rest_are_the_whole_answer(
     executor: DeviceExecutor, connector: Connector, whole: Bench, mode: str, num_known: int
 ) -> None:
-    """Greedy, seeded, top k with n = 3, frequency penalty with logprobs, and min_tokens 20."""
+    """Greedy, seeded, top k with n = 3, frequency penalty with logprobs, and min_tokens 12."""
     bench = Bench(executor, connector, mode, prefix_caching=mode == "on")
     expected: Answers = {}
     for index, (prompt, sampling) in enumerate(zip(PROMPTS, SAMPLINGS, strict=True)):

@@ -45,7 +45,7 @@ SETTINGS: list[dict[str, Any]] = [
     {"bad_words": ((9,), (40, 41)), "logit_bias": {40: 3.0}, "temperature": 0.9},
     {"min_tokens": 20, "n": 3, "temperature": 1.1},
 ]
-WANTED = Wanted(PROMPTS, [SamplingParams(max_tokens=18 + 2 * i, seed=5 + i, **more) for i, more in enumerate(SETTINGS)])
+WANTED = Wanted(PROMPTS, [SamplingParams(max_tokens=26 + 3 * i, seed=5 + i, **more) for i, more in enumerate(SETTINGS)])
 GREEDY = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)
 
 

@@ -11,7 +11,7 @@ import pytest
 from pd_cluster.protocol.messages import AddRequest, FinishReason, TicketOpened, Work
 from pd_cluster.protocol.sampling_params import SamplingParams
 from pd_cluster.worker.device_executor import DeviceExecutor
-from tests.engine.test_core_pipeline import CONFIG, PROMPTS, SAMPLINGS, Bench, generate, make_connector
+from tests.engine.test_core_pipeline import ONE_LAYERED, PROMPTS, SAMPLINGS, Bench, generate, make_connector
 from tests.run_on import RunsOn
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ LONGEST = 4
 @pytest.fixture(scope="module", params=[14, 64])
 def executor(request: pytest.FixtureRequest) -> Iterator[DeviceExecutor]:
     """Of 14 blocks some sequences are preempted."""
-    config = replace(CONFIG, cache=replace(CONFIG.cache, num_blocks=request.param))
+    config = replace(ONE_LAYERED, cache=replace(ONE_LAYERED.cache, num_blocks=request.param))
     executor = DeviceExecutor.started(config, lambda text: None)
     yield executor
     executor.close()

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 SEED = 20
-PART_OF_EACH_LENGTH = 8
+PART_OF_EACH_LENGTH = 16
 SHORT = 300  # tokens
 
 

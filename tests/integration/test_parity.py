@@ -187,7 +187,7 @@ def check_same_scores(found: Answer, expected: Answer) -> None:
 
 
 CHUNKING = ("--max-num-seqs=16", f"--max-num-batched-tokens={CHUNK_TOKENS}", "--load-deadline-s=200")
-SHORT_OF_MEMORY = ("--num-blocks=32",)  # for a handful of the prompts that P has promised
+SHORT_OF_MEMORY = ("--num-blocks=22",)  # for a handful of the prompts that P has promised
 
 
 @pytest.fixture(scope="module")
@@ -257,7 +257,7 @@ def d_short_of_memory(kind: str, num_blocks: int, swap_gb: float, gate: Gate) ->
 
 @pytest.fixture(scope="module")
 def swapping_system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
-    with d_short_of_memory("swap", 40, 0.05, Gate(tmp_path_factory.mktemp("gate"), "decode")) as system:
+    with d_short_of_memory("swap", 24, 0.05, Gate(tmp_path_factory.mktemp("gate"), "decode")) as system:
         yield system
 
 
@@ -266,7 +266,7 @@ def short_of_memory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System
     """D's cache cannot hold the sequences that run there; P's holds everything. The shallow model."""
     flags = (f"--model={shallow_model()}", "--load-deadline-s=400", "--max-num-seqs=10")
     gate = Gate(tmp_path_factory.mktemp("gate"), "decode")
-    with running_system(*flags, role_flags={"decode": ["--num-blocks=40"]}, gate=gate) as system:
+    with running_system(*flags, role_flags={"decode": ["--num-blocks=24"]}, gate=gate) as system:
         yield system
 
 

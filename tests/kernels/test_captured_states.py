@@ -62,8 +62,8 @@ class Part(NamedTuple):
 
 DECODES = (Part(70, 1, 2, 2), Part(63, 1, 3, 13, ((64, 14),)), Part(0, 1, -1, 15))
 STEPS = {
-    "one prompt": (Part(0, 100, -1, 2),),
-    "odd lengths": (Part(0, 3, -1, 2), Part(0, 65, -1, 3), Part(0, 127, -1, 4)),
+    "one prompt": (Part(0, 127, -1, 2),),
+    "odd lengths": (Part(0, 3, -1, 2), Part(0, 65, -1, 3)),
     "goes on at a multiple of 64": (Part(64, 70, 2, 2), Part(128, 64, 3, 3)),
     "goes on from a hit": (Part(64, 30, 5, 15), Part(128, 2, 5, 16)),
     "goes on inside a piece": (Part(100, 40, 2, 2), Part(63, 2, 3, 3), Part(62, 66, 4, 4)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -21,6 +22,9 @@ from tests.kernels.test_triton_attention import (
     attention_of,
     on_device,
 )
+
+if TYPE_CHECKING:
+    from _pytest.mark import ParameterSet
 
 # Triton's interpreter on numpy
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")
@@ -125,13 +129,18 @@ def check(problem: Problem, window: int = 0, **tiling: int) -> None:
     torch.testing.assert_close(problem.cache.double(), cache.double(), atol=tolerance, rtol=tolerance, equal_nan=True)
 
 
+def slow_case(*values: object) -> ParameterSet:
+    """A shape that another case has with the other kind of sharing."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 @pytest.mark.parametrize(
     ("name", "window", "normed", "rotary", "splits"),
     [
         ("mha-64", 0, True, 64, 0), ("gqa-128", 1, True, 128, 0), ("mqa-96", 0, False, 94, 0),
-        ("gqa-80", 16, True, 20, 0), ("wide-64", 0, True, 32, 0), ("one-long", 100, True, 64, 0),
+        ("gqa-80", 16, True, 20, 0), ("wide-64", 0, True, 32, 0), slow_case("one-long", 100, True, 64, 0),
         ("mha-64", 0, True, 64, 2), ("gqa-128", 1, True, 128, 4), ("mqa-96", 0, False, 94, 8),
-        ("gqa-80", 16, True, 20, 4), ("one-long", 100, True, 64, 16), ("gqa-256", 0, True, 64, 0),
+        ("gqa-80", 16, True, 20, 4), ("one-long", 100, True, 64, 16), slow_case("gqa-256", 0, True, 64, 0),
         ("gqa-256", 0, True, 64, 16),
     ],
 )  # fmt: skip

@@ -183,3 +183,17 @@ def test_a_link_that_leads_out_is_refused_when_it_is_opened(tmp_path: Path, part
     with pytest.raises(BadAdapter, match="leads out of --lora-dir"):
         read_adapter(inside, MAX_BYTES, below=root)
     assert read_adapter(inside, MAX_BYTES).digest == read_adapter(outside, MAX_BYTES).digest
+
+
+@pytest.mark.parametrize("part", ["adapter_model.safetensors", "adapter_config.json"])
+def test_a_link_that_leads_out_tells_nothing_of_its_end(tmp_path: Path, part: str) -> None:
+    inside = write(tmp_path / "root" / "inside", SETTINGS, usual())
+    (tmp_path / "file").write_bytes(b"")
+    told = set()
+    for end in ("file", "missing", "file/below"):
+        (inside / part).unlink()
+        (inside / part).symlink_to(tmp_path / end)
+        with pytest.raises(BadAdapter) as caught:
+            read_adapter(inside, MAX_BYTES, below=tmp_path / "root")
+        told.add(str(caught.value))
+    assert told == {f"{part} leads out of --lora-dir: only what is below it can be loaded"}

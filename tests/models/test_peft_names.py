@@ -51,6 +51,7 @@ def names(**changes: Any) -> PeftNames:
         ({"target_modules": ["q_proj"], "layers_to_transform": [1], "layers_pattern": ""}, {Q1}),
         ({"target_modules": ["q_proj"], "layers_to_transform": [1], "layers_pattern": "model.layers"}, {Q1}),
         ({"target_modules": r"(?x) .*q_proj  # all"}, {Q0, Q1, Q11}),
+        ({"target_modules": r".{1,100}\.\d{1,100}\.self.{6}q.{5}"}, {Q0, Q1, Q11}),
     ],
 )
 def test_targets(changes: dict[str, Any], named: set[str]) -> None:
@@ -107,6 +108,8 @@ def test_patterns_that_take_for_ever_end(changes: dict[str, Any]) -> None:
     [
         {"target_modules": "("}, {"target_modules": "(?P<"}, {"exclude_modules": "*"},
         {"target_modules": "a{4000000000}"},  # 8 GB to compile
+        {"target_modules": "(((a{99}){99}){99}){99}"},  # more than 3 GB
+        {"target_modules": "(" + "a." * 600 + "){100}"},
         {"target_modules": "(?:a{99}){101,}"}, {"target_modules": "(?R)?a(?R)?"},
         {"target_modules": "(?:model.layers.99.self_attn.k_proj){e<=30}"},  # `regex` matches with errors
         {"rank_pattern": {"(?i)q_proj": 8}},  # PEFT puts more before it

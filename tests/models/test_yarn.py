@@ -15,6 +15,7 @@ from pd_cluster.models.fingerprint import fingerprint
 from pd_cluster.models.registry import ARCHITECTURES, choose_implementation, resolve_spec
 from pd_cluster.models.rope import make_rope_table, rope_frequencies
 from pd_cluster.models.rope_kinds import ROPE_KINDS
+from pd_cluster.protocol.sampling_params import SamplingParams
 from tests.models.state_models import STATE_MODELS, load
 from tests.models.state_steps import Chunk, StateSteps
 from tests.models.test_scaled_contexts import GEMMA, HERE, LLAMA
@@ -59,7 +60,7 @@ STATE_ROPES: dict[str, dict[str, Any]] = {
     "qwen3.5-experts": {**PART, "truncate": False, "mrope_section": [2, 1, 1]},
 }
 LENGTHS = (5, 16, 63, 66, 120)  # around the block and the original context
-NUM_TOKENS = 12
+GREEDY = SamplingParams(max_tokens=5, temperature=0.0)  # 63 and 5 tokens pass the original context
 GPT_OSS = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
            "original_max_position_embeddings": 4096}  # fmt: skip
 
@@ -82,11 +83,11 @@ def test_logits_and_tokens_equal_transformers(tmp_path: Path, name: str) -> None
     watched = WatchedExecutor(executor)
     driver = Driver(watched, budget=23)  # type: ignore[arg-type]
     for prompt in random_prompts(LENGTHS, VOCAB_SIZE):
-        driver.add(prompt)
-    while len(driver.sequences[-1].tokens) < NUM_TOKENS - 2:
+        driver.add(prompt, GREEDY)
+    while len(driver.sequences[-1].tokens) < GREEDY.max_tokens - 2:
         driver.step()
     first = driver.sequences[-1]
-    again = driver.add([*first.all_ids[:125], 9, 8], prefix_of=first)
+    again = driver.add([*first.all_ids[:122], 9, 8], GREEDY, prefix_of=first)
     assert again.computed == 112 > ORIGINAL
     driver.run()
     for generation in driver.sequences:

@@ -8,6 +8,7 @@ import pytest
 from benchmarks.slo.device import DEVICES
 from benchmarks.slo.fitted_tables import SOURCES, fitted_table
 from pd_cluster.errors import StartupError
+from pd_cluster.planning.coarse import CoarseNode, Ended
 from pd_cluster.planning.step_table import StepPoint, StepTable, packaged_tables, read_table
 from pd_cluster.planning.table_points import planned_points
 from pd_cluster.scheduling.step_model import StepWork, keys_of
@@ -54,6 +55,17 @@ def test_a_step_between_points_takes_what_the_points_say() -> None:
     assert alone == pytest.approx(7.0e-3, rel=0.02)
     assert after - alone == pytest.approx(0.4e-3), "0.6 ms of 300 tokens after 1,000"
     assert device.seconds(StepWork(11, 11_000, 300)) > device.seconds(StepWork(0, 0, 300)) + 1.9e-3
+
+
+@pytest.mark.parametrize("ms", [3.9, 4.0])
+def test_prompts_beside_which_a_step_is_measured_no_longer_are_read_in_every_step(ms: float) -> None:
+    points = [StepPoint(num, 1000, 0, 0, 4.0) for num in (1, 11)] + [StepPoint(0, 0, num, 0, ms) for num in (100, 300)]
+    node = CoarseNode(_table((*points, StepPoint(0, 0, 300, 1000, ms))).device, 0.02)
+    node.begin(0, 100, 1000)
+    node.read(1, 640)
+    when_s, ended = node.next_s()
+    assert ended is Ended.PROMPT
+    assert when_s < 20 * node.step_s, "ten steps of 64 tokens at most, and keys"
 
 
 def test_points_fit_the_limits_of_a_node() -> None:

@@ -76,7 +76,7 @@ Found = tuple[ast.AST, str]  # where, and what is told of it
 
 
 def comparisons(expression: ast.expr) -> Iterator[ast.Compare]:
-    yield from (node for node in ast.walk(expression) if isinstance(node, ast.Compare))
+    yield from (node for node in nodes(expression) if isinstance(node, ast.Compare))
 
 
 def fails(body: list[ast.stmt]) -> bool:

@@ -236,6 +236,7 @@ def nodes(tree: ast.AST) -> list[ast.AST]:
     return found
 
 
+@functools.cache
 def children(node: ast.AST) -> list[ast.AST]:
     """As `ast.iter_child_nodes`, but for whether a name is read or set."""
     found = []

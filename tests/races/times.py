@@ -43,10 +43,23 @@ class Spans:
         self.words = set(CLOCKS)  # without one of them nothing is a time
         self.functions: dict[str, set[str]] = {}
         self.attributes: dict[str, set[str]] = {}
+        self._changed: dict[str, int] = {}  # by file: the reading that found something in it last
+        self._num_read = 0
+        read_at: dict[str, int] = {}
         for _ in range(ROUNDS):
             for name, source in sources.tests.items():
-                if not self.words.isdisjoint(source.words(source.tree)):
+                if self.words.isdisjoint(source.words(source.tree)):
+                    continue
+                if self._is_news(name, read_at.get(name, -1)):
+                    read_at[name] = self._num_read
                     self._read(name, source)
+                    self._num_read += 1
+
+    def _is_news(self, name: str, read_at: int) -> bool:
+        """A reading since this one, or that one itself, found something in a file that this file reaches."""
+        if read_at < 0:
+            return True
+        return any(self._changed.get(one, -1) >= read_at for one in self.sources.reach(name))
 
     def _read(self, name: str, source: Source) -> None:
         for _, owner, unit in source.units:
@@ -63,6 +76,7 @@ class Spans:
         if not found <= known:
             known |= found
             self.words |= found
+            self._changed[name] = self._num_read
             self._reached.cache_clear()
 
     @functools.cache  # noqa: B019 (one object a run)

@@ -7,7 +7,7 @@ import re
 from typing import TYPE_CHECKING
 
 from tests.races.code import Code, comparisons
-from tests.races.sources import nodes, pairs
+from tests.races.sources import children, nodes, pairs
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -24,7 +24,7 @@ AWAITS = re.compile(r"^_?(until|wait|settle|eventually|check_clean|stop|communic
 
 
 def unsettled(code: Code) -> Iterator[Found]:
-    if not code.sources.reach(code.source.name) & PROCESSES:
+    if "assert" not in code.words or not code.sources.reach(code.source.name) & PROCESSES:
         return
     for node in nodes(code.unit):
         if isinstance(node, ast.Assert) and not is_about_the_answer(node.test) and not awaited_before(code, node):
@@ -74,7 +74,7 @@ def gives_a_read(code: Code, name: str, depth: int) -> bool:
 def outside_functions(expression: ast.AST) -> Iterator[ast.AST]:
     """A node and all in it that runs with it."""
     yield expression
-    for child in ast.iter_child_nodes(expression):
+    for child in children(expression):
         if not isinstance(child, ast.Lambda | ast.FunctionDef | ast.AsyncFunctionDef):
             yield from outside_functions(child)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import pytest
 
@@ -13,13 +13,18 @@ from pd_connectors.protocol.adapters import IN_HOST, ON_DEVICE, ON_FILE, Adapter
 from pd_connectors.protocol.feed import NodeLoad
 from pd_router.edge import cluster_adapters
 from pd_router.nodes.adapter_table import LOAD_S, AdapterTable, load_s
+from pd_router.nodes.node import Node, Role
+from pd_router.nodes.node_table import NodeTable
 from pd_router.watch import adapter_keeper
+from pd_router.watch.adapter_keeper import AdapterKeeper
 from tests.router.router_process import serving, until
 from tests.router.test_cluster_adapters import a_node, a_pair, ask, followed, order
 from tests.server.test_node_adapters import written
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from pd_router.nodes.upstream import Upstream
 
 pytestmark = pytest.mark.anyio
 ONE, TWO = "1" * 32, "2" * 32
@@ -54,6 +59,18 @@ async def test_a_node_that_cannot_load_is_asked_less_and_less_and_says_why(
             await until(lambda: late.state.adapters.digest_of("tuned") and not node.adapter_errors)
 
 
+async def test_a_node_that_serves_no_adapters_any_more_has_no_errors_of_them() -> None:
+    node = Node("http://127.0.0.1:1", Role.DECODE, "d", reachable=True, epoch=1, adapter_errors={"tuned": "no files"})
+    keeper = AdapterKeeper(cast("NodeTable", None), cast("Upstream", None), b"", lambda: 0.0)
+    following = asyncio.create_task(keeper.follow(node))
+    try:
+        await asyncio.sleep(0)  # it has seen the boot that has the error
+        node.epoch = 2
+        await until(lambda: not node.adapter_errors)
+    finally:
+        following.cancel()
+
+
 @pytest.mark.long
 async def test_orders_do_not_wait_without_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cluster_adapters, "MAX_ORDERS", 0)
@@ -76,17 +93,20 @@ async def test_a_node_with_the_adapter_of_before_gets_no_request_of_the_name(
         serving(decode=[d, stale], admin_endpoints="open") as router,
     ):
         await followed(router, d, stale)
-        _, told = await order(router, "tuned", "a")
+        _, done = await order(router, "tuned", "a")
         table = router.services.table
-        newer = AdapterRecord("tuned", "a", told["digest"], 1 << 62)
+        newer = AdapterRecord("tuned", "a", done["digest"], 1 << 62)
         monkeypatch.setattr(AdapterTable, "lacking", lambda table, adapters: ())  # no keeper tells it meanwhile
-        first, _ = table.nodes
+        monkeypatch.setattr(NodeTable, "tell_adapters", lambda *_, **__: None)  # nor do feeds, of the one loaded before
+        first, second = table.nodes
         table.adapters.learn(newer)
         assert {len(table.current(list(table.nodes), name)) for name in ("tuned", "demo")} == {2}
         first.adapters = {"tuned": AdapterState(newer)}
-        for _ in range(4):
-            assert (await ask(router, "tuned"))[0] == 200
-        assert (len(d.engine.requests), len(stale.engine.requests)) == (4, 0)
+        for told in (second.adapters, None):  # None: it answers again, and its feed is not read yet
+            second.adapters = told
+            for _ in range(4):
+                assert (await ask(router, "tuned"))[0] == 200
+        assert (len(d.engine.requests), len(stale.engine.requests)) == (8, 0)
 
 
 def test_a_name_that_was_forgotten_as_unloaded_does_not_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,6 +123,21 @@ def test_a_name_that_was_forgotten_as_unloaded_does_not_come_back(monkeypatch: p
     assert [one for one in table.lacking(told) if one.name in told] == [AdapterRecord("away", stamp=6)]
     table.learn(AdapterRecord("away", "a", TWO, table.next_stamp(0.0)))
     assert table.find("away") is not None, "a new order gives it a meaning again"
+
+
+def test_a_router_that_has_just_started_takes_no_loaded_name_for_a_forgotten_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It hears first of a node that could not load them, and that knows as many unloaded names as a router keeps."""
+    monkeypatch.setattr(adapters, "MAX_RECORDS", 4)
+    table = AdapterTable()
+    for stamp in range(10, 14):
+        table.learn(AdapterRecord(f"unloaded {stamp}", stamp=stamp))
+    told = {name: AdapterState(AdapterRecord(name, "a", ONE, stamp)) for name, stamp in (("old", 5), ("older", 4))}
+    for state in told.values():
+        table.learn(state.record)
+    assert [name for name in told if table.find(name) is None] == []
+    assert list(table.lacking(told)) == []
 
 
 def test_seconds_to_load_are_those_that_the_node_has_measured() -> None:

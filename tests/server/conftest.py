@@ -2,35 +2,17 @@
 
 from __future__ import annotations
 
-from functools import cache
-from typing import TYPE_CHECKING
-
 import pytest
 
-from pd_cluster.models.token_texts import token_bytes
 from pd_cluster.server.grammar import grammar_checks
-from pd_cluster.server.routes.openapi import openapi_document
-from pd_cluster.server.text import tokenizer
+from tests.server import shared_routes
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+shared_routes.share()
 
 
 @pytest.fixture
 def anyio_backend() -> str:
     return "asyncio"
-
-
-@pytest.fixture(scope="session", autouse=True)
-def what_all_nodes_share() -> Iterator[None]:
-    """Is made once: the OpenAPI document of all apps, and the bytes of each tokenizer's vocabulary.
-
-    Otherwise most of the time of making a node goes into them.
-    """
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("pd_cluster.server.routes.meta_routes.openapi_document", cache(openapi_document))
-        patch.setattr(tokenizer, "token_bytes", cache(token_bytes))
-        yield
 
 
 @pytest.fixture(autouse=True)

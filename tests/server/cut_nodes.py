@@ -22,10 +22,13 @@ from pd_cluster.server.app import create_app
 from pd_cluster.server.state import NodeState
 from pd_http.dialects import MESSAGES, RESPONSES
 from tests.cut_streams import CHAT, COMPLETIONS, Case, asking
+from tests.server import shared_routes
 from tests.server.fake_engine import FakeEngine, Line, Script
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+shared_routes.share()
 
 PACKAGE = Path(pd_cluster.__file__).parent
 IM_END = 2

@@ -23,14 +23,21 @@ class AdapterTable:
 
     def __init__(self) -> None:
         self._records: dict[str, AdapterRecord] = {}
-        self._forgotten = 0  # the highest stamp of an unloaded name that is not among them any more
+        self._ended = set[str]()  # names of which it has known a meaning that is another now, or none
+        self._forgotten = 0  # the highest stamp of such a name that is not among the records any more
 
     def learn(self, record: AdapterRecord) -> None:
         """Keep the record if it is the newest of its name, and there are not too many."""
         may_add = len(self._records) < 2 * MAX_RECORDS and not self._is_forgotten(record)
         if newer(self._records, record) and (record.name in self._records or may_add):
+            if self.find(record.name) is not None:
+                self._ended.add(record.name)
             self._records[record.name] = record
-            self._forgotten = max(self._forgotten, trim(self._records))
+            highest = trim(self._records)
+            # Else a router that has just started would take names that it has not heard of yet for forgotten ones
+            if highest and (gone := self._ended - self._records.keys()):
+                self._ended -= gone
+                self._forgotten = max(self._forgotten, highest)
 
     def _is_forgotten(self, record: AdapterRecord) -> bool:
         """Of a node that was away when the name was unloaded, and 1,000 others after it."""

@@ -191,12 +191,12 @@ class NodeTable:
     def current(self, nodes: list[Node], model: str | None) -> list[Node]:
         """Those where the name of an adapter means what it last came to mean; all, while no node has that yet.
 
-        A node that stood still during an order has the adapter of before until it is told.
+        A node that stood still during an order has the adapter of before until it is told, and tells nothing at first.
         """
         if (record := self.adapters.find(model)) is None:
             return nodes
         states = {n: (n.adapters or {}).get(record.name) for n in nodes if n.models is not None}  # else it has none
-        return [n for n, one in states.items() if one is None or one.record.stamp >= record.stamp] or list(states)
+        return [n for n, one in states.items() if (one.record.stamp if one else 0) >= record.stamp] or list(states)
 
     def answering(self, model: str | None, among: Callable[[list[Node]], list[Node]] = list) -> list[Node]:
         """The healthy nodes that may generate: those that decode, and where there is none, the prefill nodes that can.

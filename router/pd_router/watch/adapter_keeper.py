@@ -81,11 +81,13 @@ class AdapterKeeper:
         epoch = node.epoch
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
+            if node.epoch != epoch:
+                epoch, waits, node.adapter_errors = node.epoch, {}, {}
             if not (node.reachable and node.lora_slots and node.adapters is not None):
                 continue
             lacking = list(self._table.adapters.lacking(node.adapters))
-            waits = {record: waits[record] for record in lacking if record in waits and node.epoch == epoch}
-            epoch, names = node.epoch, {record.name for record in waits}
+            waits = {record: waits[record] for record in lacking if record in waits}
+            names = {record.name for record in waits}
             node.adapter_errors = {name: why for name, why in node.adapter_errors.items() if name in names}
             for record in lacking:
                 wait_s, ends_s = waits.get(record, (RETRY_S / 2, 0.0))
