@@ -12,21 +12,20 @@ import statistics
 import sys
 import time
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from pd_cluster.large_pages import large_pages
-from pd_cluster.models import linear_adapters
 from pd_cluster.models.linear import Linear
 from pd_cluster.models.linear_adapters import AdapterStep, LinearAdapters
 from pd_cluster.worker.host_pages import driver, pin
 from pd_kernels import triton_lora
 from pd_kernels.lora import NO_TILE, AdapterMatrices, AdapterRows, cut_tiles, most_tiles, tile_rows
 from pd_kernels.selection import select_kernels
-from pd_kernels.triton_lora import FEW_ROWS, IN_LINE, MANY_ROWS, LoraTiling
+from pd_kernels.triton_lora import LoraTiling, lora_tiling
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -40,11 +39,14 @@ PRODUCTS = {  # inputs, bounds of the parts
 }  # fmt: skip
 LOADS = ((1, 1), (8, 8), (64, 1), (64, 8), (64, 64), (8192, 1), (8192, 8))  # rows, adapters
 SHRINKS = {  # rows of a step -> tilings of the shrink beside the default
-    1: [(512, 8, 16, 1), (512, 16, 16, 1), (256, 16, 32, 1)],
+    1: [(256, 16, 16, 2), (256, 8, 16, 2), (256, 8, 32, 2), (256, 4, 16, 3), (512, 8, 16, 1)],
     64: [(256, 4, 16, 3), (256, 8, 32, 3), (128, 4, 32, 4), (256, 2, 32, 3)],
     8192: [(128, 2, 64, 3), (64, 1, 64, 4), (64, 2, 128, 4), (64, 4, 64, 4)],
 }
-BLOCKS = {1: [2], 64: [2, 3, 8], 8192: [2, 4, 16]}  # of the expand
+EXPANDS = {  # splits and blocks
+    1: [(16, 2), (16, 4), (8, 1), (8, 2), (8, 4), (4, 2), (4, 4)], 64: [(4, 2), (4, 3), (4, 8)],
+    8192: [(2, 2), (2, 4), (2, 16)],
+}  # fmt: skip
 
 
 def say(text: str) -> None:
@@ -120,7 +122,7 @@ def measure(
     name: str, rank: int, count: int, adapters: int, tiling: LoraTiling | None, what: str, most: int = 0
 ) -> str:
     """`what`: s, e, g or several of these: which kernels are timed."""
-    vars(triton_lora)["lora_tiling"] = (lambda _: tiling) if tiling else default_tiling
+    vars(triton_lora)["lora_tiling"] = (lambda _: tiling) if tiling else lora_tiling
     inputs, bounds = PRODUCTS[name]
     layers, rows = matrices_of(name, rank, layers_for(count)), rows_of(count, adapters, most)
     x = torch.randn(count, inputs, dtype=torch.bfloat16, device="cuda")
@@ -165,25 +167,22 @@ def kernels() -> Iterator[tuple[str, tuple[Any, ...]]]:
 
 
 def variants() -> Iterator[tuple[str, tuple[Any, ...]]]:
-    defaults = {1: IN_LINE, 64: FEW_ROWS, 8192: MANY_ROWS}
-    for count, adapters in ((8192, 8), (64, 64), (1, 1)):
-        for rank in (16, 64):
-            for one in SHRINKS[count]:
-                for name in ("qkv", "down"):
-                    told = f"rank {rank} rows {count} adapters {adapters} {name:8} {one}"
-                    yield told, (name, rank, count, adapters, LoraTiling(*one, defaults[count].blocks), "s")
-            for blocks in BLOCKS[count]:
-                for name, what in (("gate_up", "g"), ("o", "e")):
-                    told = f"rank {rank} rows {count} adapters {adapters} {name:8} blocks {blocks}"
-                    yield told, (name, rank, count, adapters, defaults[count]._replace(blocks=blocks), what)
+    for (count, adapters), rank in product(((8, 8), (1, 1), (64, 64), (8192, 8)), (16, 64)):
+        own, default, told = 1 if count == 8 else count, lora_tiling(count), f"rank {rank} rows {count} of {adapters}"
+        for one, name in product(SHRINKS[own], ("qkv", "down")):
+            yield f"{told} {name:8} {one}", (name, rank, count, adapters, LoraTiling(*one, default.blocks), "s")
+        for splits, blocks in EXPANDS[own]:
+            tiling = default._replace(splits=splits, blocks=blocks)
+            for name, what in (("gate_up", "g"), ("o", "e")):
+                yield f"{told} {name:8} splits {splits} blocks {blocks}", (name, rank, count, adapters, tiling, what)
     for rank in (16, 64):
         for name in ("qkv", "gate_up"):
             yield f"rank {rank} rows 8192 adapters 8 {name:8} tiles of 128", (name, rank, 8192, 8, None, "seg", 128)
 
 
 def layers() -> None:
-    """What adapters add to a layer's products and norms: in line, or beside (FEW_IN_LINE = 0)."""
-    triton_lora.lora_tiling = default_tiling
+    """What adapters add to a layer's products and norms."""
+    triton_lora.lora_tiling = lora_tiling
     device, chosen = torch.device("cuda"), select_kernels(torch.device("cuda"))
     step, num = AdapterStep(device), 4
     norm = torch.ones(HIDDEN, dtype=torch.bfloat16, device=device)
@@ -211,10 +210,7 @@ def layers() -> None:
             rows, residual = rows_of(count, adapters), torch.zeros(count, HIDDEN, dtype=torch.bfloat16, device=device)
 
             told, base = f"layer: rank {rank} rows {count} adapters {adapters}:", 0.0
-            for mode, in_line in (("base", 32), ("beside", 0), ("in line", 256)):
-                if count > 256 and mode == "beside":
-                    continue
-                vars(linear_adapters)["FEW_IN_LINE"] = vars(triton_lora)["FEW_IN_LINE"] = in_line
+            for mode in ("base", "adapted"):
                 step.rows = None if mode == "base" else rows
                 work = partial(run_layers, linears, residual, norm, chosen)
                 if Chosen.warm:
@@ -233,11 +229,6 @@ def run_layers(linears: list[dict[str, Linear]], residual: torch.Tensor, norm: t
         attended = layer["qkv"](x)[:, :HIDDEN].contiguous()
         x = layer["o"].add_norm(residual, attended, norm, 1e-5)
         x = layer["down"].add_norm(residual, layer["gate_up"].activated(x), norm, 1e-5)
-
-
-def default_tiling(num_rows: int) -> LoraTiling:
-    """For whichever numbers of rows kernels start early."""
-    return IN_LINE if num_rows <= 32 else FEW_ROWS if num_rows <= 256 else MANY_ROWS
 
 
 def pages() -> None:

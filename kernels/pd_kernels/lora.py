@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -22,8 +22,7 @@ if TYPE_CHECKING:
     from pd_kernels.values import Ints
 
 RANK_STEP = 16  # a slot's matrices have a multiple of so many ranks, those after the adapter's own are 0
-FEW = 256  # rows of a step up to which tiles are small
-FEW_IN_LINE = 32  # up to which kernels start early, one after another; then shrinks run beside products up to FEW
+FEW = 256  # rows of a step up to which tiles are small, and shrinks run beside products
 NO_SLOT, NO_TILE = -1, -2
 LAST = 1 << 30  # in place of no slot, to sort by
 
@@ -99,12 +98,6 @@ def cut_tiles(slots: Ints, num_rows: int) -> tuple[Ints, Ints]:
         for first in range(start, end, most)
     ]
     return order, np.array(tiles, np.int64).reshape(-1, 3)
-
-
-def put_rows(places: tuple[Any, Any], slots: Ints, num_rows: int) -> None:
-    """Write what `cut_tiles` gives where a captured step reads it."""
-    order, tiles = cut_tiles(slots, num_rows)
-    places[0][:], places[1][:, 0], places[1][: len(tiles)] = order, NO_TILE, tiles
 
 
 def shrink(x: torch.Tensor | HalfNormed, matrices: AdapterMatrices, rows: AdapterRows) -> torch.Tensor:

@@ -4,8 +4,6 @@
 The inputs are cut into splits, so that few tiles keep the device busy; the expand adds the splits' sums in their order.
 There are no atomics: a row's numbers depend on the number of the step's rows alone. Ranks that an adapter does not have
 are not read. The lines of A of all parts are one matrix, so the rows are read once for them.
-
-With few rows both kernels start early, and read their first lines of A or B before they wait.
 """
 
 from __future__ import annotations
@@ -18,8 +16,7 @@ import triton
 import triton.language as tl
 
 from pd_kernels.launch_sizes import cdiv, next_power_of_2
-from pd_kernels.lora import FEW, FEW_IN_LINE
-from pd_kernels.triton_dependent_launch import early_options, launches_early, others_may_start, wait_for_others
+from pd_kernels.lora import FEW
 from pd_kernels.values import HalfNormed
 
 if TYPE_CHECKING:
@@ -36,36 +33,28 @@ class LoraTiling(NamedTuple):
     step: int  # inputs that a program multiplies at once
     splits: int  # of the inputs, at most
     lines: int  # most lines of A of a program
-    stages: int  # 1: a program reads its first lines of A before it waits
+    stages: int
     blocks: int  # of outputs that a program of the expand adds to, one after another
 
 
-IN_LINE = LoraTiling(256, 16, 16, 1, 1)  # up to FEW_IN_LINE rows
+VERY_FEW = 32  # rows, up to which few programs of the shrink would be too slow
+VERY_FEW_ROWS = LoraTiling(256, 16, 16, 1, 1)
 FEW_ROWS = LoraTiling(256, 4, 32, 3, 4)  # up to FEW rows
 MANY_ROWS = LoraTiling(64, 2, 64, 4, 8)
 
 
 def lora_tiling(num_rows: int) -> LoraTiling:
     """That of a step of so many rows."""
-    return IN_LINE if num_rows <= FEW_IN_LINE else FEW_ROWS if num_rows <= FEW else MANY_ROWS
-
-
-@triton.jit
-def _bits(pointer):
-    """The values as integers: see triton_matmul."""
-    IS_WIDE: tl.constexpr = pointer.dtype.element_ty.primitive_bitwidth == 32
-    return pointer.to(tl.pointer_type(tl.int32 if IS_WIDE else tl.int16), bitcast=True)
+    return VERY_FEW_ROWS if num_rows <= VERY_FEW else FEW_ROWS if num_rows <= FEW else MANY_ROWS
 
 
 @triton.jit(do_not_specialize=["num_pieces", "num_rows", "eps", "start", "num_places"])
 def _shrink(
     x, x_stride, squares, num_pieces, num_rows, eps, memory, slot_size, ranks, start, low, order, tiles, num_places,
     HALF: tl.constexpr, K: tl.constexpr, PARTS: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr,
-    ROWS: tl.constexpr, HEAD: tl.constexpr, STEP: tl.constexpr, SPAN: tl.constexpr, STAGES: tl.constexpr,
-    EARLY: tl.constexpr,
+    ROWS: tl.constexpr, STEP: tl.constexpr, SPAN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """low[split, place, ranks of all parts] = the split's part of x A^T, a block of ranks."""
-    others_may_start(EARLY)
     tile, split, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     slot = tl.load(tiles + 3 * tile)
     if slot >= 0:
@@ -74,18 +63,11 @@ def _shrink(
         line, place = block * BLOCK + tl.arange(0, BLOCK), first + tl.arange(0, ROWS)
         row = tl.load(order + place, mask=place < end, other=0).to(tl.int64)
         a = memory + slot.to(tl.int64) * slot_size + start.to(tl.int64) * num_ranks
-        at, is_line = split * SPAN + tl.arange(0, STEP), (line < PARTS * num_ranks)[:, None]
-        a_at = line.to(tl.int64)[:, None] * K
-        if HEAD > 0:
-            head = tl.load(_bits(a) + a_at + at[None, :], mask=is_line & (at < K)[None, :], other=0)
-        wait_for_others(EARLY)
+        is_line, a_at = (line < PARTS * num_ranks)[:, None], line.to(tl.int64)[:, None] * K
         if block * BLOCK < PARTS * num_ranks:
             sums = tl.zeros([ROWS, BLOCK], tl.float32)
             is_row = (place < end)[:, None]
-            if HEAD > 0:
-                rows = tl.load(x + row[:, None] * x_stride + at[None, :], mask=is_row & (at < K)[None, :], other=0.0)
-                sums = tl.dot(rows, tl.trans(head.to(rows.dtype, bitcast=True)), sums, input_precision="ieee")
-            for begin in tl.range(HEAD, SPAN, STEP, num_stages=STAGES):
+            for begin in tl.range(0, SPAN, STEP, num_stages=STAGES):
                 at = split * SPAN + begin + tl.arange(0, STEP)
                 rows = tl.load(x + row[:, None] * x_stride + at[None, :], mask=is_row & (at < K)[None, :], other=0.0)
                 lines = tl.load(a + a_at + at[None, :], mask=is_line & (at < K)[None, :], other=0.0)
@@ -97,8 +79,6 @@ def _shrink(
                 sums *= tl.rsqrt(square / K + eps)[:, None]
             target = low + (split * num_places + place)[:, None] * (PARTS * RANKS) + line[None, :]
             tl.store(target, sums, mask=is_row & (line < PARTS * num_ranks)[None, :])
-    elif tile == 0:  # the kernel may not end before those ahead of it
-        wait_for_others(EARLY)
 
 
 @triton.jit
@@ -124,13 +104,12 @@ def _expand(
     y, y_stride, out, memory, slot_size, ranks, start, low, order, tiles, num_places, second, third, outputs,
     second_block, third_block, K: tl.constexpr, PARTS: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCKS: tl.constexpr, SPLITS: tl.constexpr, SLABS: tl.constexpr,
-    GATED: tl.constexpr, EARLY: tl.constexpr,
+    GATED: tl.constexpr,
 ):  # fmt: skip
     """y += low B^T in the tile's rows. Parts begin at outputs 0, `second` and `third`, and have programs of their own.
 
     GATED: out = silu_and_mul of that, of all rows, and y stays: the parts are gates and ups.
     """
-    others_may_start(EARLY)
     tile, block = tl.program_id(0), tl.program_id(1)
     slot = tl.load(tiles + 3 * tile)
     LEAST: tl.constexpr = -1 if GATED else 0  # NO_SLOT
@@ -149,11 +128,6 @@ def _expand(
         place, rank = first + tl.arange(0, ROWS), tl.arange(0, BLOCK)
         row = tl.load(order + place, mask=place < end, other=0).to(tl.int64)[:, None]
         b = memory + own.to(tl.int64) * slot_size + (start.to(tl.int64) + PARTS * K) * num_ranks
-        b_up, column = b + second.to(tl.int64) * num_ranks, begin + tl.arange(0, COLUMNS)
-        if BLOCKS == 1:
-            head = _lines_of(_bits(b), column, stop, rank, num_ranks)
-            head_up = _lines_of(_bits(b_up), column, stop, rank, num_ranks) if GATED else head
-        wait_for_others(EARLY)
         sums = _low_of(low, place, end, rank, num_ranks, num_places, part, PARTS, RANKS, SPLITS, SLABS).to(dtype)
         if GATED:
             sums_up = _low_of(low, place, end, rank, num_ranks, num_places, 1, PARTS, RANKS, SPLITS, SLABS).to(dtype)
@@ -162,13 +136,11 @@ def _expand(
             mask = (place < end)[:, None] & (column < stop)[None, :]
             target = y + row * y_stride + column[None, :]
             before = tl.load(target, mask=mask, other=0.0)
-            lines = head.to(dtype, bitcast=True) if BLOCKS == 1 else _lines_of(b, column, stop, rank, num_ranks)
+            lines = _lines_of(b, column, stop, rank, num_ranks)
             total = before.to(tl.float32) + tl.dot(sums, tl.trans(lines), input_precision="ieee")
             if GATED:  # rounded where the separate functions round
                 up = tl.load(target + second, mask=mask, other=0.0).to(tl.float32)
-                lines = (
-                    head_up.to(dtype, bitcast=True) if BLOCKS == 1 else _lines_of(b_up, column, stop, rank, num_ranks)
-                )
+                lines = _lines_of(b + second.to(tl.int64) * num_ranks, column, stop, rank, num_ranks)
                 up += tl.dot(sums_up, tl.trans(lines), input_precision="ieee")
                 gate = total.to(before.dtype).to(tl.float32)
                 gated = (gate / (1.0 + tl.exp(-gate))).to(before.dtype).to(tl.float32)
@@ -176,8 +148,6 @@ def _expand(
                 tl.store(out + row * second + column[None, :], gated.to(before.dtype), mask=mask)
             else:
                 tl.store(target, total.to(before.dtype), mask=mask)
-    elif tile == 0:
-        wait_for_others(EARLY)
 
 
 def shrink(x: torch.Tensor | HalfNormed, matrices: AdapterMatrices, rows: AdapterRows) -> torch.Tensor:
@@ -187,12 +157,11 @@ def shrink(x: torch.Tensor | HalfNormed, matrices: AdapterMatrices, rows: Adapte
     tiling, num_inputs, parts = lora_tiling(len(x)), matrices.num_inputs, matrices.num_parts
     span = cdiv(num_inputs, tiling.splits * tiling.step) * tiling.step
     splits, num_lines = cdiv(num_inputs, span), parts * matrices.max_rank
-    block, early = min(tiling.lines, next_power_of_2(num_lines)), _starts_early(x)
+    block = min(tiling.lines, next_power_of_2(num_lines))
     low = torch.empty(splits, len(rows.order), num_lines, dtype=torch.float32, device=x.device)
     _shrink[len(rows.tiles), splits, cdiv(num_lines, block)](
         x, x.stride(0), squares, len(squares), len(x), eps, *_arguments(low, matrices, rows), is_half, num_inputs,
-        parts, matrices.max_rank, block, rows.most, tiling.step if tiling.stages == 1 else 0, tiling.step, span,
-        tiling.stages, early, num_warps=4, **early_options(early),
+        parts, matrices.max_rank, block, rows.most, tiling.step, span, tiling.stages, num_warps=4,
     )  # fmt: skip
     return low
 
@@ -201,7 +170,7 @@ def expand(
     low: torch.Tensor, y: torch.Tensor, matrices: AdapterMatrices, rows: AdapterRows, is_gated: bool = False
 ) -> torch.Tensor:
     """See `lora.expand`."""
-    tiling, bounds, early = lora_tiling(len(y)), matrices.bounds, _starts_early(y)
+    tiling, bounds = lora_tiling(len(y)), matrices.bounds
     out, block = y.new_empty(len(y), bounds[1]) if is_gated else y, next_power_of_2(matrices.max_rank)
     columns = max(16, min(COLUMNS, ELEMENTS // (max(block, rows.most) * (1 + is_gated))))
     second, third = (*bounds[1:], bounds[-1], bounds[-1])[:2]
@@ -210,7 +179,7 @@ def expand(
     _expand[len(rows.tiles), sum(programs)](
         y, y.stride(0), out, *_arguments(low, matrices, rows), second, third, bounds[-1], programs[0],
         sum(programs[:2]), matrices.num_inputs, matrices.num_parts, matrices.max_rank, block, rows.most, columns,
-        tiling.blocks, len(low), next_power_of_2(len(low)), is_gated, early, num_warps=4, **early_options(early),
+        tiling.blocks, len(low), next_power_of_2(len(low)), is_gated, num_warps=4,
     )  # fmt: skip
     return out
 
@@ -218,7 +187,3 @@ def expand(
 def _arguments(low: torch.Tensor, matrices: AdapterMatrices, rows: AdapterRows) -> tuple[Any, ...]:
     memory = matrices.memory
     return memory, memory.shape[1], matrices.ranks, matrices.start, low, rows.order, rows.tiles, len(rows.order)
-
-
-def _starts_early(rows: torch.Tensor) -> bool:
-    return len(rows) <= FEW_IN_LINE and launches_early(rows.device)

@@ -55,7 +55,7 @@ class StepSize:
     has_decodes: bool  # whether sequences may attend as decodes
     is_far: bool = False  # tuned for chunks that follow many keys; correct for all chunks
     has_drafts: bool = False  # for decodes with drafts alone
-    has_adapters: bool = False  # for decodes of which some have adapters
+    has_adapters: bool = False  # for steps of which some rows have adapters
 
     @property
     def num_rows(self) -> int:

@@ -11,7 +11,7 @@ import torch
 
 from pd_cluster.errors import StartupError
 from pd_cluster.models.linear_adapters import AdapterStep, LinearAdapters
-from pd_kernels.lora import FEW, FEW_IN_LINE, RANK_STEP, AdapterMatrices, AdapterRows, tile_rows
+from pd_kernels.lora import FEW, RANK_STEP, AdapterMatrices, AdapterRows, tile_rows
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -78,7 +78,7 @@ class AdapterSlots(AdapterStep):
     def run_all_kernels(self) -> None:
         """Compile what steps need. The slots must be empty."""
         tiles = torch.tensor([[0, 0, 1]], dtype=torch.int32, device=self.memory.device)
-        for num_rows in (1, FEW_IN_LINE + 1, FEW + 1):
+        for num_rows in (1, FEW, FEW + 1):
             self.rows = AdapterRows(tiles[0], tiles, tile_rows(num_rows))
             for (_, index), linear in self._linears.items():
                 if not index:  # those of a kind have one shape

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
-from pd_kernels.lora import FEW, FEW_IN_LINE
+from pd_kernels.lora import FEW
 from pd_kernels.quantized import QuantizedRows, RowsTwice
 from pd_kernels.values import HalfNormed
 
@@ -30,18 +30,17 @@ class AdapterStep:
         self.rows: AdapterRows | None = None  # None: no row has an adapter
 
     def side(self, num_rows: int) -> AbstractContextManager[object]:
-        """Work that runs beside what comes next, until `join`.
+        """Work that runs beside what comes next, until `join`; before it where many rows fill the device.
 
-        It runs before that where many rows fill the device, and where so few follow that kernels start early instead.
         It waits for all that came before, so the memory that it takes is free again when it takes it next time.
         """
-        if self._stream is None or not FEW_IN_LINE < num_rows <= FEW:
+        if self._stream is None or num_rows > FEW:
             return nullcontext()
         self._stream.wait_stream(torch.cuda.current_stream())
         return torch.cuda.stream(self._stream)
 
     def join(self, num_rows: int) -> None:
-        if self._stream is not None and FEW_IN_LINE < num_rows <= FEW:
+        if self._stream is not None and num_rows <= FEW:
             torch.cuda.current_stream().wait_stream(self._stream)
 
 

@@ -20,7 +20,7 @@ from pd_cluster.worker.packed_decodes import PackedDecodes
 from pd_cluster.worker.sample_planner import SamplePlanner
 from pd_cluster.worker.sampling_state import SamplingInputs
 from pd_cluster.worker.step_inputs import ReplayInputs, StepInputs, TailInputs, up_to
-from pd_kernels.lora import NO_SLOT, AdapterRows, put_rows
+from pd_kernels.lora import NO_SLOT, AdapterRows
 from pd_kernels.values import Ints, PackedSequences, leading_ones
 
 if TYPE_CHECKING:
@@ -172,6 +172,7 @@ class InputBatch:
             self._states.fill_pieces(places.states, chunks, rows, lens, ends)
         samples = self._plan_samples(chunks, rows, known, has_drafts=has_drafts)
         step.fill(places, chunks, samples, lens, ends)
+        step.put_adapters(places, self._slots[row_of_token])
         return self._replayed(samples, rows, lens, ends, places, draws)
 
     def _build_decodes(
@@ -192,10 +193,9 @@ class InputBatch:
             places.slots[group, :num_tokens] = self._tables.slots(group, packed.row_of_token, positions)
         if self._states is not None:
             self._states.fill(places.states, chunks, rows, positions)
-        if places.adapters is not None:
-            put_rows(places.adapters, self._slots[rows], step.size.num_seqs)
         ends = starts + lens
         step.fill(places, chunks, samples, lens, ends)
+        step.put_adapters(places, self._slots[packed.row_of_token])
         return self._replayed(samples, rows, lens, ends, places, draws)
 
     def _replayed(

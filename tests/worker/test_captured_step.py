@@ -18,7 +18,14 @@ pytest.importorskip("triton", reason="tiles are those of the Triton kernels")
 from pd_cluster.protocol.sampling_params import SamplingParams
 from pd_cluster.scheduling.batch import Batch, NewBlocks, SequenceChunk, SequenceStart
 from pd_cluster.worker.cuda_graphs.captured_step import MixedStep
-from pd_cluster.worker.cuda_graphs.graph_sizes import FAR_KEYS, GraphSizes, decode_sizes, draft_sizes, step_sizes
+from pd_cluster.worker.cuda_graphs.graph_sizes import (
+    FAR_KEYS,
+    GraphSizes,
+    adapted_sizes,
+    decode_sizes,
+    draft_sizes,
+    step_sizes,
+)
 from pd_cluster.worker.cuda_graphs.step_graphs import StepGraphs
 from pd_cluster.worker.host_buffer import HostBuffer
 from pd_cluster.worker.input_batch import InputBatch
@@ -29,6 +36,7 @@ from pd_connectors.protocol.layout import BlockLayout
 from pd_connectors.protocol.slabs import KvSlabs
 from pd_kernels.attention import AttentionShape
 from pd_kernels.backends import TORCH
+from pd_kernels.lora import NO_SLOT, NO_TILE, AdapterRows
 from pd_kernels.triton_plan import TritonAttention
 from tests.connectors.layouts import full_layout
 from tests.worker.repeated_graphs import near_sizes
@@ -36,11 +44,11 @@ from tests.worker.repeated_graphs import near_sizes
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from pd_cluster.worker.cuda_graphs.captured_step import StepPlaces
+    from pd_cluster.worker.cuda_graphs.captured_step import CapturedStep, StepPlaces
     from pd_cluster.worker.step_inputs import ReplayInputs
     from pd_kernels.values import StepSize
 
-MAX_LEN, BLOCK_SIZE, CPU = FAR_KEYS + 700, 16, torch.device("cpu")
+MAX_LEN, BLOCK_SIZE, NUM_SLOTS, CPU = FAR_KEYS + 700, 16, 4, torch.device("cpu")
 GREEDY = SamplingParams(max_tokens=9, temperature=0.0)
 
 
@@ -52,6 +60,7 @@ class Part:
     num_tokens: int
     rest: int  # tokens known after them; 0: the chunk samples
     is_late: bool  # its last token is on the device only
+    slot: int  # of its adapter
 
 
 @dataclass(frozen=True)
@@ -92,7 +101,7 @@ def problems(draw: st.DrawFn) -> Problem:
     max_seqs, limit = draw(st.integers(1, 90)), draw(st.integers(1, 900))
     starts = st.one_of(st.just(0), st.integers(0, 60), st.integers(FAR_KEYS - 50, FAR_KEYS + 50))
     lengths = st.one_of(st.just(1), st.integers(1, 20), st.integers(1, 600))
-    parts, left = list[Part](), limit
+    slots, parts, left = st.integers(NO_SLOT, draw(st.integers(NO_SLOT, NUM_SLOTS - 1))), list[Part](), limit
     num_decodes = draw(st.one_of(st.just(0), st.integers(0, min(max_seqs, left))))
     for index in range(draw(st.integers(0 if num_decodes else 1, max(max_seqs - num_decodes, 1))) + num_decodes):
         if len(parts) == max_seqs or not left:
@@ -100,7 +109,7 @@ def problems(draw: st.DrawFn) -> Problem:
         num_tokens = 1 if index < num_decodes else min(draw(lengths), left)
         left -= num_tokens
         rest = draw(st.integers(0, 3))
-        parts.append(Part(draw(starts), num_tokens, rest, not rest and draw(st.booleans())))
+        parts.append(Part(draw(starts), num_tokens, rest, not rest and draw(st.booleans()), draw(slots)))
     group, dtype = draw(st.integers(1, 32)), draw(st.sampled_from(["float32", "float16"]))
     return Problem(max_seqs, limit, group, dtype, draw(st.booleans()), draw(st.booleans()), tuple(parts))
 
@@ -117,7 +126,8 @@ def make_rows(problem: Problem) -> tuple[InputBatch, HostBuffer, tuple[SequenceC
         tables = tuple(
             NewBlocks(group, 0, tuple(random.permutation(1000)[: -(-end // BLOCK_SIZE)].tolist())) for group in range(3)
         )
-        starts.append(SequenceStart(seq_id, tuple(random.integers(0, 99, known).tolist()), known, tables, GREEDY, 0))
+        token_ids = tuple(random.integers(0, 99, known).tolist())
+        starts.append(SequenceStart(seq_id, token_ids, known, tables, GREEDY, 0, adapter=part.slot))
         chunks.append(SequenceChunk(seq_id, part.start, part.num_tokens, num_samples=int(not part.rest)))
         if part.is_late:
             before.append(SequenceChunk(seq_id, known - 1, 1, num_samples=1))
@@ -131,7 +141,8 @@ def make_graphs(problem: Problem, rows: InputBatch, host_buffer: HostBuffer) -> 
     """Of a model that has a shape and no weights. Two of its KV groups share tiles."""
     layout = BlockLayout(3 * full_layout(BLOCK_SIZE, 2, 1, 16, problem.dtype).groups)
     spec = SimpleNamespace(vocab_size=99)
-    model = cast("Any", SimpleNamespace(device=CPU, dtype=torch.float32, spec=spec))
+    adapters = SimpleNamespace(num_slots=NUM_SLOTS)
+    model = cast("Any", SimpleNamespace(device=CPU, dtype=torch.float32, spec=spec, adapters=adapters))
     shape = AttentionShape(2 * problem.group, 2, 16, BLOCK_SIZE, 1, DTYPES[problem.dtype])
     attentions = [TritonAttention.of(shape, CPU, large_tiles=cast("Any", large)) for large in (None, "a kernel", None)]
     sampler = WholeSampler(spec.vocab_size, TORCH)
@@ -141,7 +152,8 @@ def make_graphs(problem: Problem, rows: InputBatch, host_buffer: HostBuffer) -> 
     decodes = decode_sizes(problem.max_seqs) if problem.with_decode_sizes else []
     mixed = (step_sizes if problem.with_far else near_sizes)(problem.limit, problem.max_seqs)
     drafts = draft_sizes(2 * problem.max_seqs, problem.max_seqs)
-    steps.capture([*decodes, *drafts, *mixed], NoRecorder(), lambda _: None)
+    sizes = [*decodes, *drafts, *mixed]
+    steps.capture([*sizes, *adapted_sizes(sizes)], NoRecorder(), lambda _: None)
     return steps
 
 
@@ -209,15 +221,48 @@ def check_tiles(step: MixedStep, chunks: tuple[SequenceChunk, ...], places: Step
         assert not any(firsts[len(found) :])
 
 
+def check_adapters(rows: InputBatch, chunks: tuple[SequenceChunk, ...], step: CapturedStep, places: StepPlaces) -> None:
+    """Each row of the step has its adapter, and padding has none. Each row that samples has that of its token."""
+    plain, found = rows.build(chunks).adapters, step.adapters(places)
+    if not step.size.has_adapters:
+        assert plain is found is places.adapters is None
+        return
+    assert plain is not None
+    assert found is not None
+    count = sum(chunk.num_tokens for chunk in chunks)
+    of_rows = slots_of(found)
+    assert of_rows == slots_of(plain) + [NO_SLOT] * (step.size.num_tokens - count)
+    if step.size.num_chunks:
+        assert found.tail is not None
+        assert slots_of(found.tail) == [of_rows[place] for place in places.attention.sampled.tolist()]
+
+
+def slots_of(rows: AdapterRows) -> list[int]:
+    """By row. A tile has rows of one slot, and each row is in one tile."""
+    found = dict[int, int]()
+    for slot, first, end in rows.tiles.tolist():
+        if slot != NO_TILE:
+            assert end - first <= rows.most
+            own = rows.order[first:end].tolist()
+            assert not found.keys() & own
+            found |= dict.fromkeys(own, slot)
+    return [found[row] for row in range(len(rows.order))]
+
+
+def has_adapters(problem: Problem) -> bool:
+    return any(part.slot != NO_SLOT for part in problem.parts)
+
+
 def is_served(problem: Problem, num_decodes: int) -> bool:
     """Whether some size has room for the step, and not for far more."""
     if problem.with_decode_sizes and all(part.num_tokens == 1 and not part.rest for part in problem.parts):
         return True
     num_tokens, num_seqs = sum(part.num_tokens for part in problem.parts), len(problem.parts)
+    sizes = near_sizes(problem.limit, problem.max_seqs)
     return any(
         num_tokens <= size.num_tokens < num_tokens + 256 and size.num_seqs >= num_seqs
         and size.num_chunks >= num_seqs - num_decodes and (size.has_decodes or not num_decodes)
-        for size in near_sizes(problem.limit, problem.max_seqs)
+        for size in (adapted_sizes(sizes) if has_adapters(problem) else sizes)
     )  # fmt: skip
 
 
@@ -226,7 +271,7 @@ def is_served(problem: Problem, num_decodes: int) -> bool:
 def test_a_step_in_any_place_is_the_step(problem: Problem) -> None:
     rows, host_buffer, chunks = make_rows(problem)
     steps = make_graphs(problem, rows, host_buffer)
-    size = GraphSizes(steps.sizes).choose(chunks)
+    size = GraphSizes(steps.sizes).choose(chunks, has_adapters=has_adapters(problem))
     num_decodes = next((i for i, chunk in enumerate(chunks) if chunk.num_tokens > 1), len(chunks))
     assert (size is not None) == is_served(problem, num_decodes)
     if size is None:
@@ -251,6 +296,7 @@ def check_step(
     padding_slot = 3 * BLOCK_SIZE  # after the only slabs, of a block each
     check_tokens(rows, chunks, places, padding_slot)
     check_sequences(rows, chunks, places, inputs.block_tables)
+    check_adapters(rows, chunks, step, places)
     if isinstance(step, MixedStep) and size.num_chunks:
         check_tiles(step, chunks, places)
 
@@ -272,7 +318,7 @@ def test_a_step_with_drafts_in_any_place_is_the_step(problem: Problem, data: st.
     chunks.sort(key=lambda chunk: chunk.num_tokens)
     rows.apply(Batch(1, (), tuple(chunks)))
     steps = make_graphs(problem, rows, host_buffer)
-    size = GraphSizes(steps.sizes).choose(tuple(chunks))
+    size = GraphSizes(steps.sizes).choose(tuple(chunks), has_adapters=has_adapters(problem))
     num_tokens = sum(chunk.num_tokens for chunk in chunks)
     if num_tokens == len(chunks):
         return

@@ -21,8 +21,8 @@ import numpy as np
 import torch
 
 from pd_cluster.models.forward_inputs import Tail
+from pd_cluster.worker.cuda_graphs.adapter_places import AdapterRoom
 from pd_cluster.worker.cuda_graphs.state_places import StateRoom
-from pd_kernels.lora import AdapterRows, most_tiles, put_rows, tile_rows
 from pd_kernels.state import NONE, StatePlan
 from pd_kernels.values import StepOnDevice, leading_ones
 
@@ -31,13 +31,16 @@ if TYPE_CHECKING:
 
     from pd_cluster.models.model import Model
     from pd_cluster.scheduling.batch import SequenceChunk
+    from pd_cluster.worker.cuda_graphs.adapter_places import AdapterPlaces
     from pd_cluster.worker.step_inputs import Samples
     from pd_kernels.attention import AttentionPlan, GroupAttention, Replayable
     from pd_kernels.chunk_tiles import ChunkTiles
     from pd_kernels.latent import LatentPlan
+    from pd_kernels.lora import AdapterRows
     from pd_kernels.values import Ints, StepSize
 
 Plan: TypeAlias = "AttentionPlan | LatentPlan"
+NO_ROWS = np.empty(0, np.int64)
 
 
 class StepPlaces(NamedTuple):
@@ -57,7 +60,7 @@ class StepPlaces(NamedTuple):
     attention: Any  # MixedPlaces or None
     # None: there are no states. With decodes only [3, S]: source, slot, and slot for the state at the end of a piece
     states: Any = None  # else StatePlaces
-    adapters: tuple[Any, Any] | None = None  # [S] and [tiles, 3]: see AdapterRows; None: no row has one
+    adapters: AdapterPlaces | None = None  # None: no row has one
 
 
 class MixedPlaces(NamedTuple):
@@ -104,6 +107,12 @@ class CapturedStep(Protocol):
         `lens`, `ends` [n]: the number of tokens of each chunk, and the position after its last token.
         """
 
+    def put_adapters(self, places: StepPlaces, slots: Ints) -> None:
+        """Write which rows have adapters, where the size has any. Call it after `fill`.
+
+        `slots`: of the first tokens; the others have none.
+        """
+
     def plan(self, places: StepPlaces, block_tables: Sequence[torch.Tensor]) -> tuple[list[Plan], Tail | None]:
         """Plan the attention of each KV group, and name the rows that sample (None: all). The graph captures both.
 
@@ -129,18 +138,20 @@ class DecodeStep:
     no_tiles: torch.Tensor  # int32 [2, 0]
     attentions: tuple[Replayable, ...]  # by KV group
     no_slot: int | None = None  # the slot of states that no sequence has; None: there are no states
-    num_tiles: int = 0  # of adapters
+    adapted: AdapterRoom | None = None  # the last part; None: the size has no adapters
 
     @property
     def length(self) -> int:
-        count = 6 + 3 * (self.no_slot is not None) + self.size.has_adapters + len(self.attentions)
-        return count * self.size.num_seqs + 3 * self.num_tiles
+        return self._end + (0 if self.adapted is None else self.adapted.length)
+
+    @property
+    def _end(self) -> int:
+        """Of the parts that have a number for each sequence."""
+        return (6 + 3 * (self.no_slot is not None) + len(self.attentions)) * self.size.num_seqs
 
     def places(self, fields: Any) -> StepPlaces:
-        end, after, adapters = self.length - 3 * self.num_tiles, 2 + len(self.attentions), None
-        rows = fields[:end].reshape(-1, self.size.num_seqs)
-        if self.size.has_adapters:
-            rows, adapters = rows[1:], (rows[0], fields[end:].reshape(-1, 3))
+        rows, after = fields[: self._end].reshape(-1, self.size.num_seqs), 2 + len(self.attentions)
+        adapters = None if self.adapted is None else self.adapted.places(fields[self._end :])
         owners, temperatures, seeds, lengths = rows[-4:]
         states = None if self.no_slot is None else rows[after : after + 3]
         return StepPlaces(rows[0], rows[1], rows[2:after], owners, temperatures, seeds, lengths, None, states, adapters)
@@ -152,8 +163,11 @@ class DecodeStep:
         if places.states is not None:
             places.states[:] = NONE
             places.states[1] = self.no_slot
-        if places.adapters is not None:
-            put_rows(places.adapters, np.empty(0, np.int64), self.size.num_seqs)
+        self.put_adapters(places, NO_ROWS)
+
+    def put_adapters(self, places: StepPlaces, slots: Ints) -> None:
+        if self.adapted is not None and places.adapters is not None:
+            self.adapted.fill(places.adapters, slots, None)
 
     def fill(
         self, places: StepPlaces, chunks: tuple[SequenceChunk, ...], samples: Samples, lens: Ints, ends: Ints
@@ -177,10 +191,7 @@ class DecodeStep:
         return StatePlan(sources, slots, starts, positions, saves, starts, is_decode=True)
 
     def adapters(self, places: StepPlaces) -> AdapterRows | None:
-        if places.adapters is None:
-            return None
-        order, tiles = (part.to(torch.int32) for part in places.adapters)
-        return AdapterRows(order, tiles, tile_rows(self.size.num_seqs))
+        return None if self.adapted is None or places.adapters is None else self.adapted.plan(places.adapters)
 
     def keep(self, logits: torch.Tensor, token_ids: torch.Tensor) -> ReplayOutputs:
         return ReplayOutputs(logits, token_ids)
@@ -195,7 +206,8 @@ class MixedStep:
     tiles: tuple[ChunkTiles, ...]  # the different tiles of the groups
     outputs: ReplayOutputs  # tensors that all mixed steps share
     bounds: tuple[tuple[int, int], ...]  # start and end of each part in the array
-    room: StateRoom | None = None  # of the states, the last part; None: there are none
+    room: StateRoom | None = None  # of the states; None: there are none
+    adapted: AdapterRoom | None = None  # the last part; None: the size has no adapters
 
     @classmethod
     def of(
@@ -204,6 +216,7 @@ class MixedStep:
         attentions: tuple[Replayable, ...],
         outputs: ReplayOutputs,
         room: StateRoom | None = None,
+        adapted: AdapterRoom | None = None,
     ) -> MixedStep:
         num_tokens, num_seqs, num_rows = size.num_tokens, size.num_seqs, size.num_rows
         num_decodes = num_seqs if size.has_decodes and size.num_chunks else 0
@@ -212,9 +225,10 @@ class MixedStep:
         lengths = (
             num_tokens, num_tokens, num_tokens * len(attentions), num_rows, num_sampled, *[num_rows] * 3, num_decodes,
             num_seqs + 1, num_seqs + 2, *(2 * each.count for each in tiles), 0 if room is None else room.length,
+            0 if adapted is None else adapted.length,
         )  # fmt: skip
         shared = ReplayOutputs(outputs.logits[:num_rows], outputs.token_ids[:num_rows])
-        return cls(size, attentions, tiles, shared, tuple(pairwise((0, *accumulate(lengths)))), room)
+        return cls(size, attentions, tiles, shared, tuple(pairwise((0, *accumulate(lengths)))), room, adapted)
 
     @property
     def length(self) -> int:
@@ -224,12 +238,13 @@ class MixedStep:
         tokens, positions, slots, owners, sampled, temperatures, seeds, lengths, *others = (
             fields[start:end] for start, end in self.bounds
         )
-        decode_lens, seq_lens, query_starts, *tiles, whole = others
+        decode_lens, seq_lens, query_starts, *tiles, whole, rows = others
         placed = {kind: place.reshape(2, -1) for kind, place in zip(self.tiles, tiles, strict=True)}
         attention = MixedPlaces(sampled, decode_lens, seq_lens, query_starts, placed)
         slots = slots.reshape(-1, self.size.num_tokens)
         states = None if self.room is None else self.room.places(whole)
-        return StepPlaces(tokens, positions, slots, owners, temperatures, seeds, lengths, attention, states)
+        adapters = None if self.adapted is None else self.adapted.places(rows)
+        return StepPlaces(tokens, positions, slots, owners, temperatures, seeds, lengths, attention, states, adapters)
 
     def pad(self, places: StepPlaces, padding_row: int, padding_slots: Ints) -> None:
         places.tokens[:] = padding_row + 1  # token 0 of the vocabulary
@@ -239,6 +254,11 @@ class MixedStep:
             tiles[0] = self.size.num_seqs
         if self.room is not None:
             self.room.pad(places.states)
+        self.put_adapters(places, NO_ROWS)
+
+    def put_adapters(self, places: StepPlaces, slots: Ints) -> None:
+        if self.adapted is not None and places.adapters is not None:
+            self.adapted.fill(places.adapters, slots, places.attention.sampled)
 
     def fill(
         self, places: StepPlaces, chunks: tuple[SequenceChunk, ...], samples: Samples, lens: Ints, ends: Ints
@@ -274,8 +294,8 @@ class MixedStep:
         """The plan of the states; None: there are none."""
         return None if self.room is None else self.room.plan(places.states, places.attention.query_starts)
 
-    def adapters(self, places: StepPlaces) -> None:
-        """There are none."""
+    def adapters(self, places: StepPlaces) -> AdapterRows | None:
+        return None if self.adapted is None or places.adapters is None else self.adapted.plan(places.adapters)
 
     def keep(self, logits: torch.Tensor, token_ids: torch.Tensor) -> ReplayOutputs:
         self.outputs.logits.copy_(logits)
@@ -298,7 +318,7 @@ def make_captured_steps(
     decodes = sorted((size for size in sizes if size.is_plain), key=lambda size: (-size.num_seqs, size.has_adapters))
     mixed = sorted(
         (size for size in sizes if not size.is_plain and (no_slot is None or not size.has_drafts)),
-        key=lambda size: (-size.num_tokens, -size.num_seqs, size.is_far),
+        key=lambda size: (-size.num_tokens, -size.num_seqs, size.is_far, size.has_adapters),
     )
     return [
         *_decode_steps(decodes, model, attentions, no_slot),
@@ -313,9 +333,8 @@ def _decode_steps(
     query_starts = torch.arange(most + 1, dtype=torch.int32, device=model.device)
     no_tiles = query_starts.new_empty(2, 0)
     for size, replayables in _captured(sizes, attentions):
-        slots = model.adapters.num_slots if size.has_adapters and model.adapters is not None else 0
-        tiles = most_tiles(size.num_seqs, slots) if slots else 0
-        yield DecodeStep(size, query_starts[: size.num_seqs + 1], no_tiles, replayables, no_slot, tiles)
+        adapted = AdapterRoom.of(size, model.adapters)
+        yield DecodeStep(size, query_starts[: size.num_seqs + 1], no_tiles, replayables, no_slot, adapted)
 
 
 def _mixed_steps(
@@ -331,7 +350,8 @@ def _mixed_steps(
         torch.empty(most, dtype=torch.int64, device=device),
     )
     for size, replayables in _captured(sizes, attentions):
-        yield MixedStep.of(size, replayables, outputs, None if no_slot is None else StateRoom.of(size, no_slot))
+        room = None if no_slot is None else StateRoom.of(size, no_slot)
+        yield MixedStep.of(size, replayables, outputs, room, AdapterRoom.of(size, model.adapters))
 
 
 def _captured(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
 
 from pd_cluster.scheduling.captured_sizes import bucket_sizes, token_buckets
 from pd_kernels.values import StepSize
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from pd_cluster.scheduling.batch import SequenceChunk
 
@@ -30,34 +31,44 @@ class GraphSizes:
     def __init__(self, sizes: Iterable[StepSize]) -> None:
         """`sizes`: the sizes that every rank has captured."""
         self.sizes = tuple(sizes)
-        decodes = sorted((size for size in self.sizes if size.is_plain), key=lambda size: size.num_seqs)
-        self._decodes = [[size for size in decodes if size.has_adapters == one] for one in (False, True)]
-        self._drafts = sorted((size for size in self.sizes if size.has_drafts), key=lambda size: size.num_tokens)
-        self._steps = [size for size in self.sizes if size.num_chunks]
+        adapted = [size for size in self.sizes if size.has_adapters]
+        self._kinds = _SizesOfKind.of([size for size in self.sizes if not size.has_adapters]), _SizesOfKind.of(adapted)
 
     def choose(self, chunks: tuple[SequenceChunk, ...], *, has_adapters: bool = False) -> StepSize | None:
         """The smallest size that serves a step of these chunks; None: launch the step without a graph.
 
         Steps with decodes only prefer a size for decodes only, with drafts or without. None also when all sizes are far
-        too large, as for many chunks of few tokens, or when no memory was left for smaller sizes. Steps of which some
-        rows have adapters (`has_adapters`) have sizes for decodes only.
+        too large, as for many chunks of few tokens, or when no memory was left for smaller sizes. `has_adapters`:
+        whether some rows have adapters.
         """
         if not chunks or not self.sizes:
             return None
-        decodes = self._choose_decodes(chunks, self._decodes[has_adapters])
-        if decodes is not None or has_adapters:
-            return decodes
-        return self._choose_drafts(chunks) or self._choose_step(chunks)
+        kind = self._kinds[has_adapters]
+        return kind.of_decodes(chunks) or kind.of_drafts(chunks) or kind.of_step(chunks)
 
-    def _choose_decodes(self, chunks: tuple[SequenceChunk, ...], sizes: list[StepSize]) -> StepSize | None:
-        if not sizes or len(chunks) > sizes[-1].num_seqs:
+
+class _SizesOfKind(NamedTuple):
+    """The sizes for steps with adapters, or those for steps without."""
+
+    decodes: list[StepSize]  # by number of sequences
+    drafts: list[StepSize]  # by number of tokens
+    steps: list[StepSize]
+
+    @classmethod
+    def of(cls, sizes: list[StepSize]) -> _SizesOfKind:
+        decodes = sorted((size for size in sizes if size.is_plain), key=lambda size: size.num_seqs)
+        drafts = sorted((size for size in sizes if size.has_drafts), key=lambda size: size.num_tokens)
+        return cls(decodes, drafts, [size for size in sizes if size.num_chunks])
+
+    def of_decodes(self, chunks: tuple[SequenceChunk, ...]) -> StepSize | None:
+        if not self.decodes or len(chunks) > self.decodes[-1].num_seqs:
             return None
         for chunk in reversed(chunks):  # chunks of several tokens come last
             if chunk.num_tokens != 1 or chunk.num_samples != 1 or chunk.reads:
                 return None
-        return next(size for size in sizes if size.num_seqs >= len(chunks))
+        return next(size for size in self.decodes if size.num_seqs >= len(chunks))
 
-    def _choose_drafts(self, chunks: tuple[SequenceChunk, ...]) -> StepSize | None:
+    def of_drafts(self, chunks: tuple[SequenceChunk, ...]) -> StepSize | None:
         if not chunks[-1].drafts:  # prompts come last
             return None
         num_tokens = 0
@@ -66,12 +77,12 @@ class GraphSizes:
                 return None
             num_tokens += chunk.num_tokens
         fitting = (
-            size for size in self._drafts
+            size for size in self.drafts
             if 0 <= size.num_tokens - num_tokens < _MOST_PADDING and size.num_seqs >= len(chunks)
         )  # fmt: skip
         return next(fitting, None)
 
-    def _choose_step(self, chunks: tuple[SequenceChunk, ...]) -> StepSize | None:
+    def of_step(self, chunks: tuple[SequenceChunk, ...]) -> StepSize | None:
         num_tokens = num_decodes = num_rows = 0
         for chunk in chunks:
             if chunk.num_samples > 1 or chunk.reads:
@@ -83,7 +94,7 @@ class GraphSizes:
         later = chunks[num_decodes:]
         is_far = any(chunk.start + chunk.num_tokens >= FAR_KEYS for chunk in later)
         fitting = [
-            size for size in self._steps
+            size for size in self.steps
             if 0 <= size.num_tokens - num_tokens < _MOST_PADDING and size.num_seqs >= max(len(chunks), num_rows)
             and size.num_chunks >= len(later) and (size.has_decodes or not num_decodes)
         ]  # fmt: skip
@@ -94,9 +105,21 @@ class GraphSizes:
         )
 
 
-def decode_sizes(limit: int, *, has_adapters: bool = False) -> list[StepSize]:
+def decode_sizes(limit: int) -> list[StepSize]:
     """Sizes of steps with decodes only, one for each of `bucket_sizes`."""
-    return [StepSize(size, size, 0, has_decodes=True, has_adapters=has_adapters) for size in bucket_sizes(limit)]
+    return [StepSize(size, size, 0, has_decodes=True) for size in bucket_sizes(limit)]
+
+
+def adapted_sizes(sizes: Sequence[StepSize]) -> list[StepSize]:
+    """Those of `sizes` for steps with adapters. Of those with chunks, one in three: with room for most sequences."""
+    most = dict[int, int]()  # by number of tokens
+    for size in sizes:
+        most[size.num_tokens] = max(most.get(size.num_tokens, 0), size.num_seqs)
+    return [
+        replace(size, has_adapters=True)
+        for size in sizes
+        if not size.num_chunks or (size.has_decodes and size.num_seqs == most[size.num_tokens])
+    ]
 
 
 def draft_sizes(limit: int, max_seqs: int) -> list[StepSize]:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pd_cluster.scheduling.captured_sizes import bucket_sizes, token_buckets
-from pd_cluster.worker.cuda_graphs.graph_sizes import decode_sizes, draft_sizes, step_sizes
+from pd_cluster.worker.cuda_graphs.graph_sizes import adapted_sizes, decode_sizes, draft_sizes, step_sizes
 from pd_cluster.worker.cuda_graphs.recorder import CudaRecorder
 from pd_cluster.worker.kernel_selection import choose_products
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 GRAPH_BYTES = 1.0e9  # memory of captured steps besides the logits: 0.8 GB were measured (8B, 0.6B)
 DRAFT_GRAPH_BYTES = 0.3e9  # and of those with drafts
-ADAPTER_GRAPH_BYTES = 0.5e9  # and of decodes with adapters, by estimate
+ADAPTER_GRAPH_BYTES = 0.5e9  # and of those with adapters, by estimate
 # And of those with prompts of models with states: triangles of 158 pieces, of 48 heads, are 132 MB, and a layer has
 # more launches. By calculation
 STATE_GRAPH_BYTES = 0.5e9
@@ -123,9 +123,8 @@ def capture_steps(
     recorder = CudaRecorder(model.device, agree)
     most_rows = min(limits.most_captured_rows, limits.max_num_batched_tokens)
     drafts = draft_sizes(most_rows, limits.max_num_seqs) if has_drafts else []
-    most, has_adapters = _max_decodes(limits), model.adapters is not None
-    adapted = decode_sizes(most, has_adapters=True) if has_adapters else []
-    graphs.capture([*decode_sizes(most), *adapted, *drafts, *mixed], recorder, progress)
+    sizes = [*decode_sizes(_max_decodes(limits)), *drafts, *mixed]
+    graphs.capture([*sizes, *(adapted_sizes(sizes) if model.adapters is not None else ())], recorder, progress)
     if agree is None:
         draws.capture(graphs.logits, recorder, progress)
 
