@@ -122,7 +122,7 @@ def measure(
     name: str, rank: int, count: int, adapters: int, tiling: LoraTiling | None, what: str, most: int = 0
 ) -> str:
     """`what`: s, e, g or several of these: which kernels are timed."""
-    vars(triton_lora)["lora_tiling"] = (lambda _: tiling) if tiling else lora_tiling
+    vars(triton_lora)["lora_tiling"] = (lambda *_: tiling) if tiling else lora_tiling
     inputs, bounds = PRODUCTS[name]
     layers, rows = matrices_of(name, rank, layers_for(count)), rows_of(count, adapters, most)
     x = torch.randn(count, inputs, dtype=torch.bfloat16, device="cuda")
@@ -168,7 +168,11 @@ def kernels() -> Iterator[tuple[str, tuple[Any, ...]]]:
 
 def variants() -> Iterator[tuple[str, tuple[Any, ...]]]:
     for (count, adapters), rank in product(((8, 8), (1, 1), (64, 64), (8192, 8)), (16, 64)):
-        own, default, told = 1 if count == 8 else count, lora_tiling(count), f"rank {rank} rows {count} of {adapters}"
+        own, default, told = (
+            1 if count == 8 else count,
+            lora_tiling(count, rank),
+            f"rank {rank} rows {count} of {adapters}",
+        )
         for one, name in product(SHRINKS[own], ("qkv", "down")):
             yield f"{told} {name:8} {one}", (name, rank, count, adapters, LoraTiling(*one, default.blocks), "s")
         for splits, blocks in EXPANDS[own]:

@@ -37,15 +37,17 @@ class LoraTiling(NamedTuple):
     blocks: int  # of outputs that a program of the expand adds to, one after another
 
 
-VERY_FEW = 32  # rows, up to which few programs of the shrink would be too slow
+VERY_FEW = 4  # rows, of which only many splits of the shrink keep the device busy
 VERY_FEW_ROWS = LoraTiling(256, 16, 16, 1, 1)
 FEW_ROWS = LoraTiling(256, 4, 32, 3, 4)  # up to FEW rows
 MANY_ROWS = LoraTiling(64, 2, 64, 4, 8)
 
 
-def lora_tiling(num_rows: int) -> LoraTiling:
+def lora_tiling(num_rows: int, max_rank: int) -> LoraTiling:
     """That of a step of so many rows."""
-    return VERY_FEW_ROWS if num_rows <= VERY_FEW else FEW_ROWS if num_rows <= FEW else MANY_ROWS
+    if num_rows <= VERY_FEW:  # adding many splits of high ranks takes longer than reading lines of B
+        return VERY_FEW_ROWS if max_rank <= 16 else VERY_FEW_ROWS._replace(blocks=2)
+    return FEW_ROWS if num_rows <= FEW else MANY_ROWS
 
 
 @triton.jit(do_not_specialize=["num_pieces", "num_rows", "eps", "start", "num_places"])
@@ -154,7 +156,7 @@ def shrink(x: torch.Tensor | HalfNormed, matrices: AdapterMatrices, rows: Adapte
     """See `lora.shrink`. -> float32 [splits, places, parts * ranks of a slot]."""
     squares, eps = (x.squares, x.eps) if isinstance(x, HalfNormed) else (matrices.ranks, 0.0)
     is_half, x = isinstance(x, HalfNormed), x.x if isinstance(x, HalfNormed) else x
-    tiling, num_inputs, parts = lora_tiling(len(x)), matrices.num_inputs, matrices.num_parts
+    tiling, num_inputs, parts = lora_tiling(len(x), matrices.max_rank), matrices.num_inputs, matrices.num_parts
     span = cdiv(num_inputs, tiling.splits * tiling.step) * tiling.step
     splits, num_lines = cdiv(num_inputs, span), parts * matrices.max_rank
     block = min(tiling.lines, next_power_of_2(num_lines))
@@ -170,7 +172,7 @@ def expand(
     low: torch.Tensor, y: torch.Tensor, matrices: AdapterMatrices, rows: AdapterRows, is_gated: bool = False
 ) -> torch.Tensor:
     """See `lora.expand`."""
-    tiling, bounds = lora_tiling(len(y)), matrices.bounds
+    tiling, bounds = lora_tiling(len(y), matrices.max_rank), matrices.bounds
     out, block = y.new_empty(len(y), bounds[1]) if is_gated else y, next_power_of_2(matrices.max_rank)
     columns = max(16, min(COLUMNS, ELEMENTS // (max(block, rows.most) * (1 + is_gated))))
     second, third = (*bounds[1:], bounds[-1], bounds[-1])[:2]
