@@ -37,7 +37,7 @@ PRODUCTS = {  # inputs, bounds of the parts
     "qkv": (HIDDEN, (0, 4096, 5120, 6144)), "o": (HIDDEN, (0, HIDDEN)), "gate_up": (HIDDEN, (0, FF, 2 * FF)),
     "down": (FF, (0, HIDDEN)),
 }  # fmt: skip
-LOADS = ((1, 1), (8, 8), (64, 1), (64, 8), (64, 64), (8192, 1), (8192, 8))  # rows, adapters
+LOADS = ((1, 1), (8, 8), (64, 1), (64, 8), (64, 64), (512, 8), (8192, 1), (8192, 8))  # rows, adapters
 SHRINKS = {  # rows of a step -> tilings of the shrink beside the default
     1: [(256, 16, 16, 2), (256, 8, 16, 2), (256, 8, 32, 2), (256, 4, 16, 3), (512, 8, 16, 1)],
     64: [(256, 4, 16, 3), (256, 8, 32, 3), (128, 4, 32, 4), (256, 2, 32, 3)],
@@ -168,11 +168,8 @@ def kernels() -> Iterator[tuple[str, tuple[Any, ...]]]:
 
 def variants() -> Iterator[tuple[str, tuple[Any, ...]]]:
     for (count, adapters), rank in product(((8, 8), (1, 1), (64, 64), (8192, 8)), (16, 64)):
-        own, default, told = (
-            1 if count == 8 else count,
-            lora_tiling(count, rank),
-            f"rank {rank} rows {count} of {adapters}",
-        )
+        own, default = 1 if count == 8 else count, lora_tiling(count, rank)
+        told = f"rank {rank} rows {count} of {adapters}"
         for one, name in product(SHRINKS[own], ("qkv", "down")):
             yield f"{told} {name:8} {one}", (name, rank, count, adapters, LoraTiling(*one, default.blocks), "s")
         for splits, blocks in EXPANDS[own]:

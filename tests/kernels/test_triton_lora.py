@@ -25,6 +25,13 @@ SHAPES = {  # inputs, outputs of each part
 REAL = {"8b qkv": (4096, (4096, 1024, 1024)), "8b down": (14336, (4096,))} if GPU else {}
 
 
+@pytest.fixture(autouse=True)
+def large_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of 300 rows have the tiles of large steps."""
+    for module in (lora, triton_lora):
+        monkeypatch.setattr(module, "FEW", 256)
+
+
 def matrices(inputs: int, parts: tuple[int, ...], ranks: list[int], most: int) -> AdapterMatrices:
     """Random ones of the last two of three products."""
     bounds, generator = tuple(accumulate(parts, initial=0)), torch.Generator().manual_seed(1)

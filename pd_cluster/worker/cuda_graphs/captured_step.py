@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from pd_cluster.models.forward_inputs import Tail
-from pd_cluster.worker.cuda_graphs.adapter_places import AdapterRoom
+from pd_cluster.worker.cuda_graphs.adapter_room import AdapterRoom
 from pd_cluster.worker.cuda_graphs.state_places import StateRoom
 from pd_kernels.state import NONE, StatePlan
 from pd_kernels.values import StepOnDevice, leading_ones
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from pd_cluster.models.model import Model
     from pd_cluster.scheduling.batch import SequenceChunk
-    from pd_cluster.worker.cuda_graphs.adapter_places import AdapterPlaces
+    from pd_cluster.worker.cuda_graphs.adapter_room import AdaptedRows
     from pd_cluster.worker.step_inputs import Samples
     from pd_kernels.attention import AttentionPlan, GroupAttention, Replayable
     from pd_kernels.chunk_tiles import ChunkTiles
@@ -60,7 +60,7 @@ class StepPlaces(NamedTuple):
     attention: Any  # MixedPlaces or None
     # None: there are no states. With decodes only [3, S]: source, slot, and slot for the state at the end of a piece
     states: Any = None  # else StatePlaces
-    adapters: AdapterPlaces | None = None  # None: no row has one
+    adapters: AdaptedRows | None = None  # None: no row has one
 
 
 class MixedPlaces(NamedTuple):

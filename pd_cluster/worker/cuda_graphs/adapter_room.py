@@ -27,7 +27,7 @@ class RowPlaces(NamedTuple):
         self.order[:], self.tiles[:, 0], self.tiles[: len(tiles)] = order, NO_TILE, tiles
 
 
-class AdapterPlaces(NamedTuple):
+class AdaptedRows(NamedTuple):
     tokens: RowPlaces
     tail: RowPlaces | None  # None: all tokens sample
 
@@ -51,16 +51,16 @@ class AdapterRoom:
         """Of the array that `places` divides."""
         return sum(count + 3 * most_tiles(count, self.num_slots) for count in self.counts)
 
-    def places(self, whole: Any) -> AdapterPlaces:
+    def places(self, whole: Any) -> AdaptedRows:
         """Divide `whole` [length] into views."""
         found = list[RowPlaces]()
         for count in self.counts:
             end = count + 3 * most_tiles(count, self.num_slots)
             found.append(RowPlaces(whole[:count], whole[count:end].reshape(-1, 3)))
             whole = whole[end:]
-        return AdapterPlaces(found[0], found[1] if len(found) > 1 else None)
+        return AdaptedRows(found[0], found[1] if len(found) > 1 else None)
 
-    def fill(self, places: AdapterPlaces, slots: Ints, sampled: Ints | None) -> None:
+    def fill(self, places: AdaptedRows, slots: Ints, sampled: Ints | None) -> None:
         """Write the rows. `slots`: of the first tokens; others are padding. `sampled` [num_rows]: see MixedPlaces."""
         places.tokens.put(slots)
         if places.tail is not None and sampled is not None:
@@ -68,7 +68,7 @@ class AdapterRoom:
             padded[: len(slots)] = slots
             places.tail.put(padded[sampled])
 
-    def plan(self, places: AdapterPlaces) -> AdapterRows:
+    def plan(self, places: AdaptedRows) -> AdapterRows:
         """The graph captures this."""
         tail = None if places.tail is None else _on_device(places.tail)
         return _on_device(places.tokens)._replace(tail=tail)
