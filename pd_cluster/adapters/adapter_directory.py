@@ -35,12 +35,11 @@ def directory_below(root: str, given: str) -> Path:
     """
     try:
         top = Path(root).resolve(strict=True)
-        found = (top / given).resolve(strict=True)
+        if not Path(os.path.realpath(top / given)).is_relative_to(top):  # whatever is there, or is not
+            raise BadAdapter(f"{given!r} leads out of --lora-dir: only what is below it can be loaded")
+        return (top / given).resolve(strict=True)
     except (OSError, ValueError, RuntimeError) as error:  # the last two: a NUL in the path, links in a circle
         raise BadAdapter(f"there is no directory {given!r} below --lora-dir") from error
-    if not found.is_relative_to(top):
-        raise BadAdapter(f"{given!r} leads out of --lora-dir: only what is below it can be loaded")
-    return found
 
 
 def _download(hub_id: str) -> Path:

@@ -89,6 +89,13 @@ class AdapterStore:
             self.slots.fill(slot, pages.pieces())
             pages.note_copied()
 
+    def close(self) -> None:
+        """Give host memory back, after the last step. Idempotent."""
+        for digest in tuple(self._held):
+            self.drop(digest)
+        while self._spare:
+            self._spare.popleft().close(pause_s=0.0)
+
     def _run(self, digest: str, path: str, told: Callable[[str, int], None]) -> None:
         try:
             adapter = self._held[digest] = self._read(digest, path)

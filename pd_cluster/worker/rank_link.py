@@ -23,6 +23,7 @@ import zmq
 
 from pd_cluster.errors import PdError, error_named
 from pd_cluster.worker.rank_frames import (
+    AdapterFrame,
     AdapterRead,
     CloseFrame,
     Heartbeat,
@@ -123,6 +124,11 @@ class RankLink:
         with self._lock:
             for socket in self._sockets.values():
                 socket.send(encoded, zmq.NOBLOCK)
+
+    def read_adapter(self, digest: str, path: str, told: Callable[[str, int], None]) -> None:
+        """Let every rank read an adapter. `told`: see Executor; called on the watching thread."""
+        self.reads[digest] = len(self._ranks), told
+        self.send(AdapterFrame(digest, path))
 
     def send_step(self, frame: StepFrame, deadline_s: float) -> int:
         """Send a step that must retire within `deadline_s` of the step before it. -> its number."""

@@ -384,7 +384,7 @@ async def test_an_adapter_that_is_on_the_device_is_worth_its_load(tmp_path: Path
     ):
         await followed(router, d, ready)
         _, told = await order(router, "tuned", "a")
-        stats = EngineStats(KvStats(1, 1, 0, 0, 0, 0), 0, 0, 0, {}, {}, adapters={told["digest"]: "gpu"})
+        stats = EngineStats(KvStats(1, 1, 0, 0, 0, 0), 0, 0, 0, {}, {}, adapters={told["digest"]: ON_DEVICE})
         ready.engine.stats = stats
         ready.state.adapters.on_change()
         table = router.services.table
