@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pd_cluster.adapters.adapter_bytes import CONFIG
-from pd_cluster.adapters.peft_config import MAX_RANK, read_config
+from pd_cluster.adapters.peft_config import MAX_PATTERN_CHARS, MAX_RANK, read_config
 from pd_cluster.adapters.peft_names import PeftNames
 from pd_cluster.adapters.refused_modules import SERVED_KINDS, refusal
 from pd_cluster.adapters.tensor_table import read_table
@@ -80,6 +80,7 @@ def fit_adapter(files: AdapterBytes, parts: Mapping[str, LinearPart], max_rank: 
     """
     config_file, file = files.directory / CONFIG, files.weights_file
     config = read_config(files.config, config_file)
+    base_name = config.base_model_name_or_path[:MAX_PATTERN_CHARS]
     served = {name: part for name, part in parts.items() if part.kind in SERVED_KINDS}
     names, pairs = PeftNames(config, config_file), _Pairs(file, served)
     for tensor in read_table(files.weights, file).values():
@@ -90,9 +91,9 @@ def fit_adapter(files: AdapterBytes, parts: Mapping[str, LinearPart], max_rank: 
         if name in pairs.found:
             spelled = pairs.spelled(name)
             module = AdaptedModule(name, part, names.rank(spelled), names.scale(spelled), *pairs.of(name))
-            _check_shapes(module, file, config.base_name, max_rank)
+            _check_shapes(module, file, base_name, max_rank)
             modules.append(module)
-    return AdapterSpec(files.digest, config.base_name, tuple(modules))
+    return AdapterSpec(files.digest, base_name, tuple(modules))
 
 
 class _Pairs:

@@ -9,6 +9,7 @@ and errors that a match may have. Both are refused, and so are long repeats: `a{
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from functools import lru_cache
@@ -60,25 +61,23 @@ class PeftNames:
     def is_target(self, name: str) -> bool:
         """Whether PEFT puts an adapter at the module `name` of the model that was trained, if it is a Linear."""
         config = self._config
-        if self._is_named(config.excluded, name):
+        targets, layers = config.target_modules, config.layers_to_transform
+        if self._is_named(config.exclude_modules, name):
             return False
-        if config.targets == ALL_LINEAR:
+        if isinstance(targets, str) and targets.lower() == ALL_LINEAR:
             return True
-        if not self._is_named(config.targets, name):
+        if not self._is_named(targets, name):
             return False
-        if not config.layers or name in config.targets:
-            return True
-        layer = self._layer(name)
-        return layer is not None and layer in config.layers
+        return layers == [] or name in targets or self._layer(name) in ([layers] if isinstance(layers, int) else layers)
 
     def rank(self, name: str) -> int:
         """Of the module's A and B."""
-        return self._of_pattern(self._config.rank_pattern, name, self._config.rank)
+        return self._of_pattern(self._config.rank_pattern, name, self._config.r)
 
     def scale(self, name: str) -> float:
         """The factor on the module's B A x."""
-        alpha = self._of_pattern(self._config.alpha_pattern, name, self._config.alpha)
-        return self._config.scale(self.rank(name), alpha)
+        rank, alpha = self.rank(name), self._of_pattern(self._config.alpha_pattern, name, self._config.lora_alpha)
+        return alpha / (math.sqrt(rank) if self._config.use_rslora else rank)
 
     def _is_named(self, names: str | frozenset[str], name: str) -> bool:
         """Whether a regex is for all of `name`, or one of `names` is it, or its end after a dot."""
@@ -88,8 +87,9 @@ class PeftNames:
         return any(".".join(parts[first:]) in names for first in range(len(parts)))
 
     def _layer(self, name: str) -> int | None:
-        lists = [rf"(?:^|.*?\.){pattern}" for pattern in self._config.layer_lists] or [_LAYER_LIST]
-        for pattern in lists:
+        given = self._config.layers_pattern
+        patterns = [given] if isinstance(given, str) and given else list(given)
+        for pattern in [rf"(?:^|.*?\.){one}" for one in patterns] or [_LAYER_LIST]:
             if found := self._match(rf"{pattern}\.(\d+)\..*", name):
                 return int(found)
         return None
