@@ -10,14 +10,13 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+import torch
 
 from pd_kernels.torch_ops import silu_and_mul
 from pd_kernels.values import HalfNormed
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    import torch
 
     from pd_kernels.values import Ints
 
@@ -105,6 +104,14 @@ def put_rows(places: tuple[Any, Any], slots: Ints, num_rows: int) -> None:
     """Write what `cut_tiles` gives where a captured step reads it."""
     order, tiles = cut_tiles(slots, num_rows)
     places[0][:], places[1][:, 0], places[1][: len(tiles)] = order, NO_TILE, tiles
+
+
+def placed_rows(places: tuple[torch.Tensor, torch.Tensor] | None) -> AdapterRows | None:
+    """What `put_rows` has put there, on the device."""
+    if places is None:
+        return None
+    order, tiles = (part.to(torch.int32) for part in places)
+    return AdapterRows(order, tiles, tile_rows(len(order)))
 
 
 def shrink(x: torch.Tensor | HalfNormed, matrices: AdapterMatrices, rows: AdapterRows) -> torch.Tensor:

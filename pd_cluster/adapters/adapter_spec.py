@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from pd_cluster.adapters.adapter_bytes import AdapterBytes
     from pd_cluster.adapters.tensor_table import StoredMatrix
     from pd_cluster.models.linear_part import LinearPart
-    from pd_cluster.models.spec import ModelSpec
 
 _TENSOR = re.compile(r"base_model\.model\.(.+)\.lora_(A|B)\.weight")
 _WEIGHT, _MODEL = ".weight", "model."
@@ -32,12 +31,6 @@ _OTHERS = {  # in names of tensors that are no A or B of a Linear -> what they a
     "lora_B.bias": "a bias, which adapters may not have",
     ".modules_to_save.": "a whole module (modules_to_save), which is not served",
 }
-
-
-def check_family(spec: ModelSpec) -> None:
-    """Raises BadAdapter for a model with the products of others."""
-    if spec.modules is not None:
-        raise BadAdapter("adapters are not served for a model that transformers' modules compute")
 
 
 @dataclass(frozen=True, slots=True)

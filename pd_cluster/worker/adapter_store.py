@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from pd_cluster.adapters.adapter_bytes import read_adapter
-from pd_cluster.adapters.adapter_spec import check_family, fit_adapter
+from pd_cluster.adapters.adapter_spec import fit_adapter
 from pd_cluster.adapters.part_matrices import clear, put_matrices
 from pd_cluster.adapters.refused_modules import SERVED_KINDS
 from pd_cluster.adapters.tensor_table import MAX_HEADER_BYTES
@@ -49,10 +49,8 @@ def slots_size(config: LoraConfig, spec: ModelSpec, tp: int) -> int:
 
 
 def _check(spec: ModelSpec) -> None:
-    try:
-        check_family(spec)
-    except BadAdapter as error:
-        raise StartupError(f"--lora-slots: {error}") from error
+    if spec.modules is not None:
+        raise StartupError("--lora-slots: adapters are not served for a model that transformers' modules compute")
 
 
 class AdapterStore:

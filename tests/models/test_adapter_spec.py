@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from pd_cluster.adapters.adapter_spec import AdapterSpec, check_family, fit_adapter
-from pd_cluster.errors import BadAdapter
+from pd_cluster.adapters.adapter_spec import AdapterSpec, fit_adapter
+from pd_cluster.config import LoraConfig
+from pd_cluster.errors import BadAdapter, StartupError
 from pd_cluster.models.spec import ModulesSpec
+from pd_cluster.worker.adapter_store import slots_size
 from tests.models.adapter_files import (
     AXOLOTL,
     CONFIG,
@@ -149,9 +151,8 @@ def test_another_name_of_the_base_is_a_warning(tmp_path: Path) -> None:
 
 
 def test_models_of_other_modules_are_refused() -> None:
-    check_family(SPEC)
-    with pytest.raises(BadAdapter, match="transformers' modules"):
-        check_family(replace(SPEC, modules=ModulesSpec("{}", 1)))
+    with pytest.raises(StartupError, match=r"--lora-slots: .* transformers' modules"):
+        slots_size(LoraConfig(lora_slots=1), replace(SPEC, modules=ModulesSpec("{}", 1)), tp=1)
 
 
 @pytest.mark.long

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 
-from pd_cluster.adapters.adapter_directory import directory_below, named_directories
+from pd_cluster.adapters.adapter_directory import named_directories
 from pd_cluster.config import LoraConfig
 from pd_cluster.errors import BadAdapter, StartupError
 from pd_cluster.protocol.orders import AdapterLoaded, LoadAdapter, UnloadAdapter
@@ -102,6 +102,15 @@ async def test_an_unknown_name_is_404_in_every_dialect_and_409_for_a_router(tmp_
         assert (status, answer["error"]["code"]) == (409, "adapter_absent")
 
 
+async def test_files_are_those_that_a_link_led_to(tmp_path: Path) -> None:
+    """They may be read again after the link leads to a newer version."""
+    version = written(tmp_path / "v1")
+    (tmp_path / "newest").symlink_to("v1")
+    async with a_node(tmp_path) as node:
+        assert (await give(node, "prepare", AdapterRecord("tuned", "newest", stamp=5)))[0] == 200
+        assert [one.path for one in node.engine.sent if isinstance(one, LoadAdapter)] == [str(version)]
+
+
 async def test_a_name_means_nothing_before_it_is_held_and_nothing_after_it_is_unloaded(tmp_path: Path) -> None:
     written(tmp_path / "a")
     async with a_node(tmp_path) as node:
@@ -191,14 +200,15 @@ async def test_an_unload_while_the_files_are_read_wins_by_its_stamp(tmp_path: Pa
         (AdapterRecord("demo", "a", stamp=5), "is the name of the model"),
         (AdapterRecord("a,b", "a", stamp=5), "no comma"),
         (AdapterRecord("x" * 257, "a", stamp=5), "256"),
-        (AdapterRecord("tuned", "absent", stamp=5), "no directory"),
+        (AdapterRecord("tuned", "absent", stamp=5), "has no adapter_config.json"),
         (AdapterRecord("tuned", "../outside", stamp=5), "leads out"),
         (AdapterRecord("tuned", "/etc", stamp=5), "leads out"),
         (AdapterRecord("tuned", "../absent", stamp=5), "leads out"),  # as one that is there
         (AdapterRecord("tuned", "/absent", stamp=5), "leads out"),
         (AdapterRecord("tuned", "link", stamp=5), "leads out"),
         (AdapterRecord("tuned", "linked_file", stamp=5), "leads out"),
-        (AdapterRecord("tuned", "a\0b", stamp=5), "no directory"),
+        (AdapterRecord("tuned", "a\0b", stamp=5), "null"),
+        (AdapterRecord("tuned", "circle", stamp=5), "cannot read the adapter"),
         (AdapterRecord("tuned", "a" * 5000, stamp=5), "4096 characters"),
         (AdapterRecord("tuned", "a", "0" * 32, 5), "not 00000000"),
         (AdapterRecord("tuned", "a"), "no adapter with a stamp"),
@@ -211,6 +221,7 @@ async def test_what_cannot_be_loaded_is_named_and_changes_nothing(
     for directory in (root / "a", root / "linked_file", tmp_path / "outside"):
         written(directory)
     (root / "link").symlink_to(tmp_path / "outside")
+    (root / "circle").symlink_to(root / "circle")
     (root / "linked_file" / "adapter_model.safetensors").unlink()
     (root / "linked_file" / "adapter_model.safetensors").symlink_to(tmp_path / "outside" / "adapter_model.safetensors")
     async with a_node(root) as node:
@@ -310,9 +321,6 @@ def test_a_start_names_what_is_wrong_with_its_adapters(tmp_path: Path) -> None:
     ):
         with pytest.raises(StartupError, match=message):
             named_directories(given)
-    (tmp_path / "circle").symlink_to(tmp_path / "circle")
-    with pytest.raises(BadAdapter, match="no directory"):
-        directory_below(str(tmp_path), "circle")
 
 
 async def test_metrics_name_adapters_up_to_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

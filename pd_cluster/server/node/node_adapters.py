@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections import Counter
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -19,7 +20,6 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from pd_cluster.adapters.adapter_bytes import read_adapter
-from pd_cluster.adapters.adapter_directory import directory_below
 from pd_cluster.errors import AdapterConflict, BadAdapter, StartupError
 from pd_cluster.protocol.orders import AdapterLoaded, LoadAdapter, UnloadAdapter
 from pd_connectors.protocol.adapters import (
@@ -220,8 +220,9 @@ class NodeAdapters:
     def _read(self, given: str, is_own: bool) -> tuple[str, str]:
         """The directory and the digest. `is_own`: of the command line, so it may be anywhere."""
         root, most = self._config.lora_dir, int(self._config.lora_host_gb * 1e9)
-        directory, below = (Path(given), None) if is_own else (directory_below(root, given), Path(root).resolve())
-        return str(directory), read_adapter(directory, most, below=below).digest
+        directory, below = (Path(given), None) if is_own else (Path(root, given), Path(root).resolve())
+        digest = read_adapter(directory, most, below=below).digest
+        return os.path.realpath(directory), digest  # a link may lead to other files when they are read again
 
     async def _load_into_engine(self, digest: str, path: str) -> None:
         self._num_orders += 1

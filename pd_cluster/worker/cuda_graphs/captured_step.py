@@ -22,7 +22,7 @@ import torch
 
 from pd_cluster.models.forward_inputs import Tail
 from pd_cluster.worker.cuda_graphs.state_places import StateRoom
-from pd_kernels.lora import AdapterRows, most_tiles, put_rows, tile_rows
+from pd_kernels.lora import most_tiles, put_rows
 from pd_kernels.state import NONE, StatePlan
 from pd_kernels.values import StepOnDevice, leading_ones
 
@@ -113,9 +113,6 @@ class CapturedStep(Protocol):
     def states(self, places: StepPlaces) -> StatePlan | None:
         """Plan the states. The graph captures this."""
 
-    def adapters(self, places: StepPlaces) -> AdapterRows | None:
-        """The rows that have adapters; None: the size has none. The graph captures this."""
-
     def keep(self, logits: torch.Tensor, token_ids: torch.Tensor) -> ReplayOutputs:
         """Put the outputs where a replay leaves them, and return them there. The graph captures this."""
 
@@ -175,12 +172,6 @@ class DecodeStep:
         sources, slots, saves = places.states.to(torch.int32).unbind()
         starts, positions = self.query_starts, places.positions.to(torch.int32)
         return StatePlan(sources, slots, starts, positions, saves, starts, is_decode=True)
-
-    def adapters(self, places: StepPlaces) -> AdapterRows | None:
-        if places.adapters is None:
-            return None
-        order, tiles = (part.to(torch.int32) for part in places.adapters)
-        return AdapterRows(order, tiles, tile_rows(self.size.num_seqs))
 
     def keep(self, logits: torch.Tensor, token_ids: torch.Tensor) -> ReplayOutputs:
         return ReplayOutputs(logits, token_ids)
@@ -273,9 +264,6 @@ class MixedStep:
     def states(self, places: StepPlaces) -> StatePlan | None:
         """The plan of the states; None: there are none."""
         return None if self.room is None else self.room.plan(places.states, places.attention.query_starts)
-
-    def adapters(self, places: StepPlaces) -> None:
-        """There are none."""
 
     def keep(self, logits: torch.Tensor, token_ids: torch.Tensor) -> ReplayOutputs:
         self.outputs.logits.copy_(logits)

@@ -21,6 +21,7 @@ import torch
 
 from pd_cluster.models.forward_inputs import ForwardInputs
 from pd_cluster.worker.cuda_graphs.captured_step import CapturedStep, ReplayOutputs, make_captured_steps
+from pd_kernels.lora import placed_rows
 from pd_kernels.values import Draws
 
 if TYPE_CHECKING:
@@ -139,7 +140,7 @@ class StepGraphs:
         token_ids = rows.token_choices.index_select(0, places.tokens)
         plans, tail = step.plan(places, self._block_tables)
         if self._model.adapters is not None:
-            self._model.adapters.rows = step.adapters(places)
+            self._model.adapters.rows = placed_rows(places.adapters)
         inputs = ForwardInputs(
             token_ids, places.positions, places.slots.unbind(), plans, tail, states=step.states(places)
         )
