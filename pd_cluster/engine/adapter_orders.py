@@ -23,7 +23,7 @@ logger = logging.getLogger("pd_cluster.engine")
 
 
 @dataclass(frozen=True, slots=True)
-class AdapterRead:
+class AdapterReading:
     """One that is under way on threads of the ranks."""
 
     path: str
@@ -48,7 +48,7 @@ class AdapterOrders:
         self._orders: dict[str, LoadAdapter] = {}  # the newest, of the known ones and those that are read for an order
         self._most = int(config.lora_host_gb * 1e9)
         self._num_bytes: dict[str, int] = {}  # of each known one, on the rank that has the most
-        self._reading: dict[str, AdapterRead] = {}
+        self._reading: dict[str, AdapterReading] = {}
         # They are refused, and forgotten when no request has them, unless they are loaded before
         self._leaving: set[str] = set()
         self._told: deque[tuple[str, str, int]] = deque()  # digest, error, bytes of a rank: filled by other threads
@@ -101,7 +101,7 @@ class AdapterOrders:
 
     def _read(self, digest: str) -> None:
         path = self._orders[digest].path
-        self._reading[digest] = AdapterRead(path, self._clock())
+        self._reading[digest] = AdapterReading(path, self._clock())
 
         def done(error: str, num_bytes: int) -> None:
             self._told.append((digest, error, num_bytes))
@@ -109,7 +109,7 @@ class AdapterOrders:
 
         self._executor.read_adapter(digest, path, done)
 
-    def _take_read(self, digest: str, read: AdapterRead) -> None:
+    def _take_read(self, digest: str, read: AdapterReading) -> None:
         """All ranks have read an adapter, or some could not."""
         places, order, took_s = self._places, self._orders.get(digest), self._clock() - read.begun_s
         error, num_bytes = max(error for error, _ in read.told), max(num_bytes for _, num_bytes in read.told)
@@ -135,7 +135,7 @@ class AdapterOrders:
         if not is_known:
             self._answer(order)
 
-    def _give_up(self, order: LoadAdapter, error: str, read: AdapterRead) -> None:
+    def _give_up(self, order: LoadAdapter, error: str, read: AdapterReading) -> None:
         if order.path != read.path:  # the newest order came later
             self._read(order.digest)
         elif order.digest in self._places.in_host:
