@@ -19,7 +19,6 @@ from pd_cluster.large_pages import large_pages
 from pd_cluster.models.checkpoint_files import LFS_HEAD
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from hashlib import _Hash as Hash
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -63,23 +62,17 @@ class _OpenFile:
             raise self.changed()
 
 
-def read_adapter(
-    directory: Path,
-    max_bytes: int,
-    clock: Callable[[], float] = time.monotonic,
-    deadline_s: float = READ_DEADLINE_S,
-    below: Path | None = None,
-) -> AdapterBytes:
+def read_adapter(directory: Path, max_bytes: int, below: Path | None = None) -> AdapterBytes:
     """Read the adapter in `directory`, with weights of up to `max_bytes`. `below`: where the files must be, by links.
 
     Takes seconds from a slow disk: call it on a thread. Raises BadAdapter.
     """
-    end_s, digest = clock() + deadline_s, sha256(b"pd-adapter ")  # with SHA-NI thrice as fast as blake2b
+    end_s, digest = time.monotonic() + READ_DEADLINE_S, sha256(b"pd-adapter ")  # with SHA-NI thrice as fast as blake2b
     try:
         with ExitStack() as stack:
             bounds = {CONFIG: MAX_CONFIG_BYTES, WEIGHTS: max_bytes}
             files = [_open(directory / name, most, stack, below) for name, most in bounds.items()]
-            config, weights = [_read(file, digest, clock, end_s) for file in files]
+            config, weights = [_read(file, digest, end_s) for file in files]
             for file in files:
                 file.check()
     except (OSError, ValueError) as error:  # the latter: a NUL in the path
@@ -112,13 +105,13 @@ def _open(path: Path, most: int, stack: ExitStack, below: Path | None) -> _OpenF
     return _OpenFile(path, descriptor, found)
 
 
-def _read(file: _OpenFile, digest: Hash, clock: Callable[[], float], end_s: float) -> memoryview:
+def _read(file: _OpenFile, digest: Hash, end_s: float) -> memoryview:
     """Raises OSError, and BadAdapter if the file has another length now, or the time is over."""
     digest.update(f"{file.path.name} {file.found.st_size} ".encode())
     # A bytearray is filled with zeros under the interpreter's lock: 30 ms for 84 MB, in which all streams stand
     content, start = memoryview(large_pages(max(1, file.found.st_size)))[: file.found.st_size], 0
     while start < len(content):
-        if clock() >= end_s:
+        if time.monotonic() >= end_s:
             raise BadAdapter(f"{file.path}: {start} of {len(content)} bytes were read in time: the disk is too slow")
         num_bytes = os.readv(file.descriptor, [content[start : start + _PIECE_BYTES]])
         if not num_bytes:

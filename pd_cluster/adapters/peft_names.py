@@ -22,7 +22,7 @@ from pd_cluster.adapters.peft_config import ALL_LINEAR, MAX_PATTERNS
 from pd_cluster.errors import BadAdapter
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
     from pathlib import Path
 
     from pd_cluster.adapters.peft_config import PeftConfig
@@ -47,15 +47,8 @@ def _word(pattern: str) -> str:
 class PeftNames:
     """The rules of one adapter. `file`: for messages. The deadline begins when it is made."""
 
-    def __init__(
-        self,
-        config: PeftConfig,
-        file: Path,
-        clock: Callable[[], float] = time.monotonic,
-        deadline_s: float = MATCH_DEADLINE_S,
-    ) -> None:
-        self._config, self._file = config, file
-        self._clock, self._end_s = clock, clock() + deadline_s
+    def __init__(self, config: PeftConfig, file: Path) -> None:
+        self._config, self._file, self._end_s = config, file, time.monotonic() + MATCH_DEADLINE_S
         self._compiled: dict[str, Any] = {}  # the cache of `regex` has 500
 
     def is_target(self, name: str) -> bool:
@@ -103,7 +96,7 @@ class PeftNames:
 
     def _match(self, pattern: str, name: str) -> str | None:
         """What the last group of `pattern` matched, or ""; None: it does not match all of `name`. Raises BadAdapter."""
-        left_s = self._end_s - self._clock()
+        left_s = self._end_s - time.monotonic()
         try:
             if left_s <= 0:
                 raise TimeoutError

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from pd_cluster.adapters import peft_names
 from pd_cluster.adapters.peft_config import read_config
 from pd_cluster.adapters.peft_names import PeftNames
 from pd_cluster.errors import BadAdapter
@@ -93,10 +94,11 @@ SLOW = "(?:a|aa)+"  # the number of ways to match a run of n is that of Fibonacc
 
 
 @pytest.mark.parametrize("changes", [{"target_modules": SLOW}, {"exclude_modules": SLOW}, {"rank_pattern": {SLOW: 8}}])
-def test_patterns_that_take_for_ever_end(changes: dict[str, Any]) -> None:
+def test_patterns_that_take_for_ever_end(changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """All patterns together have the deadline, so many slow ones do not add up."""
     config = read_config(json.dumps(CONFIG | changes).encode(), FILE)
-    rules = PeftNames(config, FILE, deadline_s=0.05)
+    monkeypatch.setattr(peft_names, "MATCH_DEADLINE_S", 0.05)
+    rules = PeftNames(config, FILE)
     look = rules.rank if "rank_pattern" in changes else rules.is_target
     for name in ("a" * 80 + "!", Q0):
         with pytest.raises(BadAdapter, match="take too long"):
