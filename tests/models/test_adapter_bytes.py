@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from mmap import mmap
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -18,7 +19,6 @@ from tests.models.adapter_files import MAX_BYTES, usual, write
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
-from types import SimpleNamespace
 
 
 def refused(directory: Path, told: str, max_bytes: int = MAX_BYTES) -> None:

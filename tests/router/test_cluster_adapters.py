@@ -201,7 +201,10 @@ async def test_signed_orders_bind_name_path_and_digest(tmp_path: Path) -> None:
         assert not loads(p)
         status, told = await order(router, "tuned", "a", signed=paper("tuned", "a"))
         assert (status, loads(p)) == (200, [told["digest"]])
-        assert (await order(router, "tuned", signed=paper("tuned")))[0] == 200
+        naming = paper("tuned", digest=told["digest"])  # of what is there: it is unloaded all the same
+        status, told = await order(router, "tuned", signed=naming)
+        assert (status, set(told["nodes"].values())) == (200, {"unloaded"})
+        assert await listed(p) == {"demo": None}
 
 
 async def test_names_and_bodies_that_no_order_may_have(tmp_path: Path) -> None:
