@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
 from contextlib import suppress
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -87,11 +89,12 @@ class AdapterStore:
             self.slots.fill(slot, pages.pieces())
             pages.note_copied()
 
-    def close(self) -> None:
-        """Give host memory back, after the last step. Idempotent."""
+    def close(self, unpin_s: float = inf) -> None:
+        """Give host memory back, after the last step. Idempotent. unpin_s: for that, at the end of the process."""
+        until_s = time.monotonic() + unpin_s
         for digest in tuple(self._held):
             self.drop(digest)
-        while self._spare:
+        while self._spare and time.monotonic() < until_s:
             self._spare.popleft().close(pause_s=0.0)
 
     def _run(self, digest: str, path: str, told: Callable[[str, int], None]) -> None:

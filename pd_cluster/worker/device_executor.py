@@ -105,7 +105,6 @@ class DeviceDescribed(DeviceState):
             if plan.config.lora.lora_slots:
                 name, *_ = *plan.config.model.served_model_name, plan.config.model.model
                 self._weights.adapters = AdapterStore(self._weights.model, plan.config.lora, name)
-                self._weights.owned.callback(self._weights.adapters.close)
                 plan.progress(f"--lora-slots: {self._weights.adapters.slots}")
         plan.progress(plan.model.ends)
         return self.left_for(DeviceLoaded(plan, self._weights))
@@ -138,6 +137,8 @@ class DeviceLoaded(DeviceState):
 
     def unload(self) -> DeviceDescribed:
         """Give the memory of the weights back."""
+        if self._weights.adapters is not None:
+            self._weights.owned.callback(self._weights.adapters.close)
         return self._back_to("unload", DeviceDescribed(self._plan, Weights()), self._weights.owned)
 
     def _run_largest_step(self, scratch: KVCache) -> None:
