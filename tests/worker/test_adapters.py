@@ -108,6 +108,7 @@ def test_host_memory_goes_with_the_weights(tmp_path: Path, monkeypatch: pytest.M
     assert len(closed) == 2
     loaded = described.load()
     store = loaded._weights.adapters
+    assert store is not None
     for waits, num in ((False, 2), (True, 3)):  # a device that has failed may never end a copy
         store._held["one"] = store._take_pages(16)
         loaded.release(waits)
