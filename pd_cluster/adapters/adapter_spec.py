@@ -25,12 +25,6 @@ if TYPE_CHECKING:
 
 _TENSOR = re.compile(r"base_model\.model\.(.+)\.lora_(A|B)\.weight")
 _WEIGHT, _MODEL = ".weight", "model."
-_OTHERS = {  # in names of tensors that are no A or B of a Linear -> what they are
-    "lora_magnitude_vector": "a magnitude of DoRA, which is not served",
-    "lora_embedding_": "an adapter of embeddings, which take none",
-    "lora_B.bias": "a bias, which adapters may not have",
-    ".modules_to_save.": "a whole module (modules_to_save), which is not served",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,9 +95,8 @@ class _Pairs:
         """Raises BadAdapter if it has no place."""
         match = _TENSOR.fullmatch(tensor.name)
         if match is None:
-            why = next(
-                (why for part, why in _OTHERS.items() if part in tensor.name), "no A or B of a LoRA, as peft has"
-            )
+            is_embedding = "lora_embedding_" in tensor.name
+            why = "an adapter of embeddings, which take none" if is_embedding else "no A or B of a LoRA, as peft has"
             raise BadAdapter(f"{self._file}: {tensor.name} is {why}")
         spelled, letter = match.groups()
         module = slot_name(spelled + _WEIGHT).removesuffix(_WEIGHT)

@@ -1,7 +1,7 @@
 """The settings of an adapter that PEFT saved. Imports no torch.
 
-Each setting is read, refused by name, or known to change no answer. One that is not known is refused if it is set: new
-settings of PEFT change what an adapter computes, as `use_dora` did.
+Each setting is read, known to change no answer, or refused by name if it is set: new settings of PEFT change what an
+adapter computes, as `use_dora` did.
 """
 
 from __future__ import annotations
@@ -23,21 +23,12 @@ MAX_ALPHA = 1e6
 MAX_PATTERNS = 4096  # of one setting; AdaLoRA-like ranks name each module once: 448 in Llama 8B
 MAX_PATTERN_CHARS = 2048  # Unsloth's regex for target_modules has 700
 ALL_LINEAR = "all-linear"
-_REFUSED = {  # settings that may not be set -> why
+_REFUSED = {  # some of those that may not be set -> why
     "use_dora": "DoRA scales the sums of base and adapter, which is not served",
     "lora_bias": "biases of adapters are not served",
     "modules_to_save": "whole modules beside the adapter are not served",
     "trainable_token_indices": "trained embeddings of tokens are not served",
     "target_parameters": "adapters of experts are not served",
-    "layer_replication": "an adapter that repeats layers needs another base model",
-    "alora_invocation_tokens": "an adapter that begins at a token (aLoRA) is not served",
-    "use_qalora": "QALoRA pools the inputs of an adapter, which is not served",
-    "use_bdlora": "block-diagonal adapters (BD-LoRA) are not served",
-    "arrow_config": "adapters that are routed by token (Arrow) are not served",
-    "monteclora_config": "sampled adapters (MonteCLoRA) are not served",
-    "velora_config": "VeLoRA is not served",
-    "megatron_config": "adapters of Megatron's layers are not served",
-    "kasa_config": "KaSA has changed the base model's weights",
 }
 _KEEPS_BASE = (True, False, None, "gaussian", "orthogonal", "eva")  # `init_lora_weights`
 _HARMLESS = frozenset((
@@ -84,7 +75,7 @@ def read_config(content: bytes | memoryview, file: Path) -> PeftConfig:
 
 
 def _refusal(values: Mapping[str, Any]) -> str:
-    """Why these settings are not served: one of them is not, or is set and not known. "": they are, if well formed."""
+    """Why these settings are not served. "": they are, if well formed."""
     if (kind := values.get("peft_type", "")) != "LORA":
         return f"peft_type is {str(kind)[:40]!r}: LORA is served"
     if (bias := values.get("bias", "none")) != "none":
@@ -97,7 +88,7 @@ def _refusal(values: Mapping[str, Any]) -> str:
         if value and name in _REFUSED:
             return f"{name} is set: {_REFUSED[name]}"
         if value and name not in PeftConfig.__struct_fields__ and name not in _HARMLESS:
-            return f"{name[:100]} is set and not known: it may change what the adapter computes"
+            return f"{name[:100]} is set, and not served: it may change what the adapter computes"
     if not (targets := values.get("target_modules")):
         return "target_modules names no module"
     if isinstance(targets, str) and (values.get("layers_to_transform", []) != [] or values.get("layers_pattern")):
