@@ -83,6 +83,13 @@ def test_ranks_by_pattern(pattern: dict[str, int], ranks: tuple[int, ...]) -> No
     assert tuple(map(rules.rank, (Q0, Q1, DOWN))) == ranks
 
 
+@pytest.mark.parametrize(("pattern", "layer"), [(["b", "a"], 2), (["a", "b"], 1)])
+def test_the_first_list_of_layers_that_matches_counts(pattern: list[str], layer: int) -> None:
+    rules = names(target_modules=["q"], layers_to_transform=layer, layers_pattern=pattern)
+    assert rules.is_target("model.a.1.b.2.q")
+    assert not rules.is_target("model.a.3.b.3.q")
+
+
 def test_ranks_and_alphas_have_patterns_of_their_own() -> None:
     rules = names(rank_pattern={"q_proj": 16}, alpha_pattern={"layers.0.self_attn.q_proj": 64, "down_proj": 4})
     assert [rules.scale(name) for name in (Q0, Q1, DOWN)] == [64 / 16, 8 / 16, 4 / 4]
