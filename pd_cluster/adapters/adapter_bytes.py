@@ -41,11 +41,6 @@ class AdapterBytes:
     weights: memoryview
     digest: str  # of all bytes, hexadecimal: the adapter's identity
 
-    @property
-    def weights_file(self) -> Path:
-        """For messages."""
-        return self.directory / WEIGHTS
-
 
 @dataclass(frozen=True, slots=True)
 class _OpenFile:

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pd_cluster.adapters.adapter_bytes import CONFIG
+from pd_cluster.adapters.adapter_bytes import CONFIG, WEIGHTS
 from pd_cluster.adapters.peft_config import MAX_PATTERN_CHARS, MAX_RANK, read_config
 from pd_cluster.adapters.peft_names import PeftNames
 from pd_cluster.adapters.refused_modules import SERVED_KINDS, refusal
@@ -65,7 +65,7 @@ def fit_adapter(files: AdapterBytes, parts: Mapping[str, LinearPart], max_rank: 
     Takes seconds for a config with slow patterns: call it on a thread. Raises BadAdapter for a tensor without a place,
     a module of the config without tensors, and shapes or ranks that are not the model's or above `max_rank`.
     """
-    config_file, file = files.directory / CONFIG, files.weights_file
+    config_file, file = files.directory / CONFIG, files.directory / WEIGHTS
     config = read_config(files.config, config_file)
     base_name = config.base_model_name_or_path[:MAX_PATTERN_CHARS]
     served = {name: part for name, part in parts.items() if part.kind in SERVED_KINDS}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -16,10 +16,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from contextlib import AbstractContextManager
 
+    from pd_cluster.models.linear import Normed
     from pd_kernels.backends import Kernels
     from pd_kernels.lora import AdapterMatrices, AdapterRows
-
-Inputs: TypeAlias = torch.Tensor | QuantizedRows | HalfNormed | RowsTwice
 
 
 class AdapterStep:
@@ -55,7 +54,7 @@ class LinearAdapters:
 
     def run(
         self,
-        x: Inputs,
+        x: Normed,
         product: Callable[[], torch.Tensor],
         target: torch.Tensor | None = None,
         *,

@@ -64,9 +64,10 @@ class AdapterStore:
         _check(model.spec)
         assert isinstance(model, Decoder)
         parts = {name: part for name, part in model.parts.items() if part.kind in SERVED_KINDS}
-        orders = {name: model.order_of(part) for name, part in parts.items()}
         self._parts, self._max_rank = parts, config.max_lora_rank
-        self._orders = {name: order.cpu() for name, order in orders.items() if order is not None}
+        self._orders = {
+            name: order.cpu() for name, part in parts.items() if (order := model.order_of(part)) is not None
+        }
         self._max_bytes = MAX_HEADER_BYTES + 8 + 4 * self._max_rank * sum(sum(part.shape) for part in parts.values())
         self._held: dict[str, AdapterPages] = {}  # by digest
         # Of dropped ones: giving memory back may wait for the device, so the next one takes it, or gives it back
