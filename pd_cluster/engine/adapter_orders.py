@@ -102,12 +102,11 @@ class AdapterOrders:
     def _read(self, digest: str) -> None:
         path = self._orders[digest].path
         self._reading[digest] = AdapterReading(path, self._clock())
+        self._executor.read_adapter(digest, path, self._note_told)
 
-        def done(error: str, num_bytes: int) -> None:
-            self._told.append((digest, error, num_bytes))
-            self._mailbox.wake()
-
-        self._executor.read_adapter(digest, path, done)
+    def _note_told(self, digest: str, error: str, num_bytes: int) -> None:
+        self._told.append((digest, error, num_bytes))
+        self._mailbox.wake()
 
     def _take_read(self, digest: str, read: AdapterReading) -> None:
         """All ranks have read an adapter, or some could not."""

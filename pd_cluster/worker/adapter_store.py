@@ -74,8 +74,8 @@ class AdapterStore:
         self._spare: deque[AdapterPages] = deque()
         self.slots = model.make_adapters(parts, config.lora_slots, config.max_lora_rank)
 
-    def begin(self, digest: str, path: str, told: Callable[[str, int], None]) -> None:
-        """Read an adapter on a thread, which calls `told` at the end: with why not, or with "" and the bytes it has."""
+    def begin(self, digest: str, path: str, told: Callable[[str, str, int], None]) -> None:
+        """Read an adapter on a thread, which calls `told` at the end: see Executor.read_adapter."""
         threading.Thread(target=self._run, args=(digest, path, told), name="adapter-read", daemon=True).start()
 
     def drop(self, digest: str) -> None:
@@ -98,15 +98,15 @@ class AdapterStore:
         while self._spare and time.monotonic() < until_s:
             self._spare.popleft().close(pause_s=0.0)
 
-    def _run(self, digest: str, path: str, told: Callable[[str, int], None]) -> None:
+    def _run(self, digest: str, path: str, told: Callable[[str, str, int], None]) -> None:
         try:
             adapter = self._held[digest] = self._read(digest, path)
         except BadAdapter as error:
-            told(str(error), 0)
+            told(digest, str(error), 0)
         except Exception as error:  # no memory, for instance: the engine goes on without this adapter
-            told(f"{path} cannot be read: {error!r}", 0)
+            told(digest, f"{path} cannot be read: {error!r}", 0)
         else:
-            told("", adapter.numbers.nbytes)
+            told(digest, "", adapter.numbers.nbytes)
 
     @torch.inference_mode()
     def _read(self, digest: str, path: str) -> AdapterPages:

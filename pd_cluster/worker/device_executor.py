@@ -300,10 +300,11 @@ class DeviceExecutor(DeviceState):
         if sampling.grammar:
             self._grammars.prepare(sampling.grammar)
 
-    def read_adapter(self, digest: str, path: str, told: Callable[[str, int], None]) -> None:
+    def read_adapter(self, digest: str, path: str, told: Callable[[str, str, int], None]) -> None:
         assert self._weights.adapters is not None
         if self._ranks is not None:
-            self._ranks.link.read_adapter(digest, path, told)
+            self._ranks.link.on_read = told
+            self._ranks.link.send(AdapterFrame(digest, path))
         self._weights.adapters.begin(digest, path, told)
 
     def drop_adapter(self, digest: str) -> None:

@@ -78,11 +78,11 @@ class Executor(Closes, Protocol):
     cache: CacheDescription  # of the cache in this process, which is rank 0's, for a connector
     host_gb_s: float  # of rank 0's link to host memory, each way, with no other rank copying; 0: not measured
 
-    def read_adapter(self, digest: str, path: str, told: Callable[[str, int], None]) -> None:
+    def read_adapter(self, digest: str, path: str, told: Callable[[str, str, int], None]) -> None:
         """Let each rank read an adapter from its files into host memory, on a thread. Only with --lora-slots.
 
-        `told` is called once for each rank, on any thread: with an error, or with "" and the bytes that the rank holds.
-        After an error of one the others may have it: drop it.
+        `told`, the same in each call, is called once for each rank, on any thread: with the digest, and an error, or ""
+        and the bytes that the rank holds. After an error of one the others may have it: drop it.
         """
 
     def drop_adapter(self, digest: str) -> None:

@@ -16,7 +16,6 @@ import signal
 import sys
 import threading
 from collections import deque
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -129,7 +128,7 @@ class RankProcess:
                 case AdapterFrame(digest, ""):
                     self._state.drop_adapter(digest)
                 case AdapterFrame(digest, path):
-                    self._state.read_adapter(digest, path, partial(self._tell_read, digest))
+                    self._state.read_adapter(digest, path, self._tell_read)
                 case PortMessage(message=message):
                     self._port.deliver(message)
                 case PhaseFrame(name, arguments):

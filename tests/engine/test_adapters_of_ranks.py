@@ -28,7 +28,7 @@ class RankedEngine:
 
     places: AdapterPlaces = field(default_factory=lambda: AdapterPlaces(2))
     mailbox: FakeMailbox = field(default_factory=FakeMailbox)
-    reads: list[tuple[str, str, Callable[[str, int], None]]] = field(default_factory=list)
+    reads: list[tuple[str, str, Callable[[str, str, int], None]]] = field(default_factory=list)
     dropped: list[str] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
 
@@ -46,10 +46,10 @@ class RankedEngine:
 
     def told(self, *ends: tuple[str, int]) -> list[Any]:
         """What is said after each of the ranks' ends."""
-        *_, done = self.reads[-1]
+        digest, _, done = self.reads[-1]
         for end in ends:
             assert not self.mailbox.outbox
-            done(*end)
+            done(digest, *end)
             self.orders.turn()
         said, self.mailbox.outbox = self.mailbox.outbox, []
         return said

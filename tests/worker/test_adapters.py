@@ -166,7 +166,6 @@ def test_ranks_compute_their_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             assert error.endswith(f"their digest is {adapters[0].digest}, not {'0' * 32}")
         found.append(ScheduledWorker(executor, budget=23, num_slots=3))
         run_mixed(found[-1], adapters, num_ranks=tp)
-        assert executor._ranks is None or executor._ranks.link.reads == {}
         executor.close()
     assert losses == []
     alone, shared = found
