@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
@@ -16,9 +16,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from contextlib import AbstractContextManager
 
-    from pd_cluster.models.linear import Normed
     from pd_kernels.backends import Kernels
     from pd_kernels.lora import AdapterMatrices, AdapterRows
+
+Inputs: TypeAlias = torch.Tensor | QuantizedRows | HalfNormed | RowsTwice
 
 
 class AdapterStep:
@@ -54,7 +55,7 @@ class LinearAdapters:
 
     def run(
         self,
-        x: Normed,
+        x: Inputs,
         product: Callable[[], torch.Tensor],
         target: torch.Tensor | None = None,
         *,
