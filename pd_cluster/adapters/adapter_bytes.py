@@ -19,7 +19,7 @@ from pd_cluster.large_pages import large_pages
 from pd_cluster.models.checkpoint_files import LFS_HEAD
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from hashlib import _Hash as Hash
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 MAX_CONFIG_BYTES = 1 << 20
@@ -41,11 +41,6 @@ class AdapterBytes:
     weights: memoryview
     digest: str  # of all bytes, hexadecimal: the adapter's identity
 
-    @property
-    def weights_file(self) -> Path:
-        """For messages."""
-        return self.directory / WEIGHTS
-
 
 @dataclass(frozen=True, slots=True)
 class _OpenFile:
@@ -53,58 +48,46 @@ class _OpenFile:
     descriptor: int
     found: os.stat_result
 
-    @property
-    def has_changed(self) -> bool:
-        """Whether the file was written, or its path leads to another one, since it was opened."""
-        return any(_version(now) != _version(self.found) for now in (os.fstat(self.descriptor), self.path.stat()))
+    def changed(self) -> BadAdapter:
+        return BadAdapter(f"{self.path} changed while it was read: load it when it is complete")
+
+    def check(self) -> None:
+        """Raises BadAdapter if the file was written, or its path leads to another one, since it was opened."""
+        if any(_version(now) != _version(self.found) for now in (os.fstat(self.descriptor), self.path.stat())):
+            raise self.changed()
 
 
-def read_adapter(
-    directory: Path,
-    max_bytes: int,
-    clock: Callable[[], float] = time.monotonic,
-    deadline_s: float = READ_DEADLINE_S,
-    below: Path | None = None,
-) -> AdapterBytes:
+def read_adapter(directory: Path, max_bytes: int, below: Path | None = None) -> AdapterBytes:
     """Read the adapter in `directory`, with weights of up to `max_bytes`. `below`: where the files must be, by links.
 
     Takes seconds from a slow disk: call it on a thread. Raises BadAdapter.
     """
-    end_s, digest = clock() + deadline_s, sha256(b"pd-adapter ")  # with SHA-NI thrice as fast as blake2b
+    end_s, digest = time.monotonic() + READ_DEADLINE_S, sha256(b"pd-adapter ")  # with SHA-NI thrice as fast as blake2b
     try:
         with ExitStack() as stack:
-            files = [_open(directory, name, most, stack, below) for name, most in _bounds(max_bytes)]
-            contents = list[memoryview]()
+            bounds = {CONFIG: MAX_CONFIG_BYTES, WEIGHTS: max_bytes}
+            files = [_open(directory / name, most, stack, below) for name, most in bounds.items()]
+            config, weights = [_read(file, digest, end_s) for file in files]
             for file in files:
-                digest.update(f"{file.path.name} {file.found.st_size} ".encode())
-                contents.append(_read(file, digest.update, clock, end_s))
-            for file in files:
-                if file.has_changed:
-                    raise BadAdapter(f"{file.path} changed while it was read: load it when it is complete")
-    except OSError as error:
+                file.check()
+    except (OSError, ValueError) as error:  # the latter: a NUL in the path
         raise BadAdapter(f"cannot read the adapter {directory}: {error}") from error
-    config, weights = contents
     if weights[: len(LFS_HEAD)] == LFS_HEAD:
         raise BadAdapter(f"{directory / WEIGHTS} is a git-lfs pointer, not the file itself: run `git lfs pull` there")
     return AdapterBytes(directory, config, weights, digest.hexdigest()[:DIGEST_CHARS])
 
 
-def _bounds(max_bytes: int) -> tuple[tuple[str, int], tuple[str, int]]:
-    return (CONFIG, MAX_CONFIG_BYTES), (WEIGHTS, max_bytes)
-
-
-def _open(directory: Path, name: str, most: int, stack: ExitStack, below: Path | None) -> _OpenFile:
-    path = directory / name
-    leaves = BadAdapter(f"{name} leads out of --lora-dir: only what is below it can be loaded")
+def _open(path: Path, most: int, stack: ExitStack, below: Path | None) -> _OpenFile:
+    leaves = BadAdapter(f"{path.name} leads out of --lora-dir: only what is below it can be loaded")
     if below is not None and not Path(os.path.realpath(path)).is_relative_to(below):  # whatever is there, or is not
         raise leaves
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # of a pipe: do not wait for a writer
     except FileNotFoundError:
-        for other, why in _OTHERS.items() if name == WEIGHTS else ():
-            if (directory / other).exists():
-                raise BadAdapter(f"{directory / other} is {why}") from None
-        raise BadAdapter(f"{directory} has no {name}: is it a directory that peft saved?") from None
+        for other, why in _OTHERS.items() if path.name == WEIGHTS else ():
+            if path.with_name(other).exists():
+                raise BadAdapter(f"{path.with_name(other)} is {why}") from None
+        raise BadAdapter(f"{path.parent} has no {path.name}: is it a directory that peft saved?") from None
     stack.callback(os.close, descriptor)
     # Of what is open: links on the way may have changed since the path was looked at
     if below is not None and not Path(os.readlink(f"/proc/self/fd/{descriptor}")).is_relative_to(below):
@@ -117,22 +100,21 @@ def _open(directory: Path, name: str, most: int, stack: ExitStack, below: Path |
     return _OpenFile(path, descriptor, found)
 
 
-def _read(
-    file: _OpenFile, update: Callable[[memoryview], object], clock: Callable[[], float], end_s: float
-) -> memoryview:
+def _read(file: _OpenFile, digest: Hash, end_s: float) -> memoryview:
     """Raises OSError, and BadAdapter if the file has another length now, or the time is over."""
+    digest.update(f"{file.path.name} {file.found.st_size} ".encode())
     # A bytearray is filled with zeros under the interpreter's lock: 30 ms for 84 MB, in which all streams stand
     content, start = memoryview(large_pages(max(1, file.found.st_size)))[: file.found.st_size], 0
     while start < len(content):
-        if clock() >= end_s:
+        if time.monotonic() >= end_s:
             raise BadAdapter(f"{file.path}: {start} of {len(content)} bytes were read in time: the disk is too slow")
         num_bytes = os.readv(file.descriptor, [content[start : start + _PIECE_BYTES]])
         if not num_bytes:
             break
-        update(content[start : start + num_bytes])
+        digest.update(content[start : start + num_bytes])
         start += num_bytes
     if start < len(content) or os.read(file.descriptor, 1):
-        raise BadAdapter(f"{file.path} changed while it was read: load it when it is complete")
+        raise file.changed()
     return content
 
 

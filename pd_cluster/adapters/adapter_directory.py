@@ -1,4 +1,4 @@
-"""Where the files of an adapter are: as the command line names it, or an order, which may only go below a directory."""
+"""Where the files of an adapter are, as the command line names it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pd_cluster.adapters.adapter_bytes import CONFIG, WEIGHTS
-from pd_cluster.errors import BadAdapter, StartupError
+from pd_cluster.errors import StartupError
 from pd_http.names import MAX_NAME_CHARS, is_name
 
 if TYPE_CHECKING:
@@ -25,21 +25,6 @@ def named_directories(given: Iterable[str]) -> dict[str, Path]:
             raise StartupError(f"--lora: the name {name} is given twice")
         path = Path(os.path.expanduser(directory))
         found[name] = path.resolve() if path.is_dir() else _download(directory)
-    return found
-
-
-def directory_below(root: str, given: str) -> Path:
-    """The directory `given` below `root`, where neither `..` nor a link leads out. `read_adapter` looks at its files.
-
-    Raises BadAdapter. It tells a client nothing of what is outside.
-    """
-    try:
-        top = Path(root).resolve(strict=True)
-        found = (top / given).resolve(strict=True)
-    except (OSError, ValueError, RuntimeError) as error:  # the last two: a NUL in the path, links in a circle
-        raise BadAdapter(f"there is no directory {given!r} below --lora-dir") from error
-    if not found.is_relative_to(top):
-        raise BadAdapter(f"{given!r} leads out of --lora-dir: only what is below it can be loaded")
     return found
 
 

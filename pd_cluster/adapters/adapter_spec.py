@@ -6,8 +6,8 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pd_cluster.adapters.adapter_bytes import CONFIG
-from pd_cluster.adapters.peft_config import MAX_RANK, read_config
+from pd_cluster.adapters.adapter_bytes import CONFIG, WEIGHTS
+from pd_cluster.adapters.peft_config import MAX_PATTERN_CHARS, MAX_RANK, read_config
 from pd_cluster.adapters.peft_names import PeftNames
 from pd_cluster.adapters.refused_modules import SERVED_KINDS, refusal
 from pd_cluster.adapters.tensor_table import read_table
@@ -22,22 +22,9 @@ if TYPE_CHECKING:
     from pd_cluster.adapters.adapter_bytes import AdapterBytes
     from pd_cluster.adapters.tensor_table import StoredMatrix
     from pd_cluster.models.linear_part import LinearPart
-    from pd_cluster.models.spec import ModelSpec
 
 _TENSOR = re.compile(r"base_model\.model\.(.+)\.lora_(A|B)\.weight")
 _WEIGHT, _MODEL = ".weight", "model."
-_OTHERS = {  # in names of tensors that are no A or B of a Linear -> what they are
-    "lora_magnitude_vector": "a magnitude of DoRA, which is not served",
-    "lora_embedding_": "an adapter of embeddings, which take none",
-    "lora_B.bias": "a bias, which adapters may not have",
-    ".modules_to_save.": "a whole module (modules_to_save), which is not served",
-}
-
-
-def check_family(spec: ModelSpec) -> None:
-    """Raises BadAdapter for a model with the products of others."""
-    if spec.modules is not None:
-        raise BadAdapter("adapters are not served for a model that transformers' modules compute")
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +65,9 @@ def fit_adapter(files: AdapterBytes, parts: Mapping[str, LinearPart], max_rank: 
     Takes seconds for a config with slow patterns: call it on a thread. Raises BadAdapter for a tensor without a place,
     a module of the config without tensors, and shapes or ranks that are not the model's or above `max_rank`.
     """
-    config_file, file = files.directory / CONFIG, files.weights_file
+    config_file, file = files.directory / CONFIG, files.directory / WEIGHTS
     config = read_config(files.config, config_file)
+    base_name = config.base_model_name_or_path[:MAX_PATTERN_CHARS]
     served = {name: part for name, part in parts.items() if part.kind in SERVED_KINDS}
     names, pairs = PeftNames(config, config_file), _Pairs(file, served)
     for tensor in read_table(files.weights, file).values():
@@ -90,9 +78,9 @@ def fit_adapter(files: AdapterBytes, parts: Mapping[str, LinearPart], max_rank: 
         if name in pairs.found:
             spelled = pairs.spelled(name)
             module = AdaptedModule(name, part, names.rank(spelled), names.scale(spelled), *pairs.of(name))
-            _check_shapes(module, file, config.base_name, max_rank)
+            _check_shapes(module, file, base_name, max_rank)
             modules.append(module)
-    return AdapterSpec(files.digest, config.base_name, tuple(modules))
+    return AdapterSpec(files.digest, base_name, tuple(modules))
 
 
 class _Pairs:
@@ -107,9 +95,8 @@ class _Pairs:
         """Raises BadAdapter if it has no place."""
         match = _TENSOR.fullmatch(tensor.name)
         if match is None:
-            why = next(
-                (why for part, why in _OTHERS.items() if part in tensor.name), "no A or B of a LoRA, as peft has"
-            )
+            is_embedding = "lora_embedding_" in tensor.name
+            why = "an adapter of embeddings, which take none" if is_embedding else "no A or B of a LoRA, as peft has"
             raise BadAdapter(f"{self._file}: {tensor.name} is {why}")
         spelled, letter = match.groups()
         module = slot_name(spelled + _WEIGHT).removesuffix(_WEIGHT)

@@ -44,7 +44,7 @@ def put_matrices(
         kind, exponent = _EXPONENTS[values.dtype]
         bits = values.view(kind).numpy()  # torch's own check makes four passes over the numbers
         if (bits & exponent).max() == exponent:
-            raise BadAdapter(f"{files.weights_file}: {matrix.name} has numbers that are not finite in {values.dtype}")
+            raise BadAdapter(f"{files.directory}: {matrix.name} has numbers that are not finite in {values.dtype}")
 
 
 def clear(memory: torch.Tensor) -> None:

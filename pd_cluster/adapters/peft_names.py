@@ -9,6 +9,7 @@ and errors that a match may have. Both are refused, and so are long repeats: `a{
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from functools import lru_cache
@@ -21,7 +22,7 @@ from pd_cluster.adapters.peft_config import ALL_LINEAR, MAX_PATTERNS
 from pd_cluster.errors import BadAdapter
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
     from pathlib import Path
 
     from pd_cluster.adapters.peft_config import PeftConfig
@@ -46,39 +47,30 @@ def _word(pattern: str) -> str:
 class PeftNames:
     """The rules of one adapter. `file`: for messages. The deadline begins when it is made."""
 
-    def __init__(
-        self,
-        config: PeftConfig,
-        file: Path,
-        clock: Callable[[], float] = time.monotonic,
-        deadline_s: float = MATCH_DEADLINE_S,
-    ) -> None:
-        self._config, self._file = config, file
-        self._clock, self._end_s = clock, clock() + deadline_s
+    def __init__(self, config: PeftConfig, file: Path) -> None:
+        self._config, self._file, self._end_s = config, file, time.monotonic() + MATCH_DEADLINE_S
         self._compiled: dict[str, Any] = {}  # the cache of `regex` has 500
 
     def is_target(self, name: str) -> bool:
         """Whether PEFT puts an adapter at the module `name` of the model that was trained, if it is a Linear."""
         config = self._config
-        if self._is_named(config.excluded, name):
+        targets, layers = config.target_modules, config.layers_to_transform
+        if self._is_named(config.exclude_modules, name):
             return False
-        if config.targets == ALL_LINEAR:
+        if isinstance(targets, str) and targets.lower() == ALL_LINEAR:
             return True
-        if not self._is_named(config.targets, name):
+        if not self._is_named(targets, name):
             return False
-        if not config.layers or name in config.targets:
-            return True
-        layer = self._layer(name)
-        return layer is not None and layer in config.layers
+        return layers == [] or name in targets or self._layer(name) in ([layers] if isinstance(layers, int) else layers)
 
     def rank(self, name: str) -> int:
         """Of the module's A and B."""
-        return self._of_pattern(self._config.rank_pattern, name, self._config.rank)
+        return self._of_pattern(self._config.rank_pattern, name, self._config.r)
 
     def scale(self, name: str) -> float:
         """The factor on the module's B A x."""
-        alpha = self._of_pattern(self._config.alpha_pattern, name, self._config.alpha)
-        return self._config.scale(self.rank(name), alpha)
+        rank, alpha = self.rank(name), self._of_pattern(self._config.alpha_pattern, name, self._config.lora_alpha)
+        return alpha / (math.sqrt(rank) if self._config.use_rslora else rank)
 
     def _is_named(self, names: str | frozenset[str], name: str) -> bool:
         """Whether a regex is for all of `name`, or one of `names` is it, or its end after a dot."""
@@ -88,8 +80,9 @@ class PeftNames:
         return any(".".join(parts[first:]) in names for first in range(len(parts)))
 
     def _layer(self, name: str) -> int | None:
-        lists = [rf"(?:^|.*?\.){pattern}" for pattern in self._config.layer_lists] or [_LAYER_LIST]
-        for pattern in lists:
+        given = self._config.layers_pattern
+        patterns = [given] if isinstance(given, str) and given else list(given)
+        for pattern in [rf"(?:^|.*?\.){one}" for one in patterns] or [_LAYER_LIST]:
             if found := self._match(rf"{pattern}\.(\d+)\..*", name):
                 return int(found)
         return None
@@ -103,7 +96,7 @@ class PeftNames:
 
     def _match(self, pattern: str, name: str) -> str | None:
         """What the last group of `pattern` matched, or ""; None: it does not match all of `name`. Raises BadAdapter."""
-        left_s = self._end_s - self._clock()
+        left_s = self._end_s - time.monotonic()
         try:
             if left_s <= 0:
                 raise TimeoutError

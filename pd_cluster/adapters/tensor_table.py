@@ -7,7 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
 
 from pd_cluster.adapters.strict_json import strict_object
 from pd_cluster.errors import BadAdapter
@@ -33,6 +36,14 @@ class StoredMatrix:
     num_bytes: int
 
 
+class _Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What the header tells of a tensor."""
+
+    dtype: Literal["F16", "BF16", "F32"]
+    shape: Annotated[tuple[Annotated[int, Meta(ge=1)], ...], Meta(min_length=1, max_length=MAX_DIMS)]
+    data_offsets: tuple[Annotated[int, Meta(ge=0)], int]
+
+
 def read_table(weights: memoryview | bytearray, file: Path) -> dict[str, StoredMatrix]:
     """The tensors by name. `file`: for messages. Raises BadAdapter."""
     size = int.from_bytes(weights[:8], "little")
@@ -44,27 +55,22 @@ def read_table(weights: memoryview | bytearray, file: Path) -> dict[str, StoredM
     header.pop("__metadata__", None)
     if len(header) > MAX_TENSORS:
         raise BadAdapter(f"{file} has {len(header)} tensors, and {MAX_TENSORS} are allowed")
+    if (longest := max(map(len, header), default=0)) > MAX_NAME_CHARS:
+        raise BadAdapter(f"{file}: a tensor's name has {longest} characters, and {MAX_NAME_CHARS} are allowed")
     tensors = [_matrix(name, entry, 8 + size, file) for name, entry in header.items()]
     _check_tiles(tensors, 8 + size, len(weights), file)
     return {tensor.name: tensor for tensor in tensors}
 
 
 def _matrix(name: str, entry: Any, base: int, file: Path) -> StoredMatrix:
-    if len(name) > MAX_NAME_CHARS:
-        raise BadAdapter(f"{file}: a tensor's name has {len(name)} characters, and {MAX_NAME_CHARS} are allowed")
-    match entry:
-        case {"dtype": str(dtype), "shape": list(shape), "data_offsets": [int(start), int(end)], **more} if not more:
-            pass
-        case _:
-            raise BadAdapter(f"{file} is not a safetensors file: its header does not describe {name}")
-    if dtype not in DTYPES:
-        raise BadAdapter(f"{file}: {name} is {dtype[:20]}; {', '.join(DTYPES)} are read")
-    if not 1 <= len(shape) <= MAX_DIMS or not all(type(size) is int and size > 0 for size in shape):
-        raise BadAdapter(f"{file}: {name} has the shape {str(shape)[:100]}")
-    num_bytes = prod(shape) * DTYPES[dtype]
-    if not 0 <= start <= end or end - start != num_bytes:
+    try:
+        found = msgspec.convert(entry, _Entry)
+    except (ValueError, OverflowError) as error:
+        raise BadAdapter(f"{file}: its header does not describe {name}: {error}") from error
+    (start, end), num_bytes = found.data_offsets, prod(found.shape) * DTYPES[found.dtype]
+    if end - start != num_bytes:
         raise BadAdapter(f"{file}: {name} has {end - start} bytes, and its shape needs {num_bytes}")
-    return StoredMatrix(name, dtype, tuple(shape), base + start, num_bytes)
+    return StoredMatrix(name, found.dtype, found.shape, base + start, num_bytes)
 
 
 def _check_tiles(tensors: list[StoredMatrix], start: int, end: int, file: Path) -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections import deque
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from pd_cluster.errors import AdapterAbsent
-from pd_cluster.protocol.orders import AdapterLoaded, AdapterUnloaded, LoadAdapter, UnloadAdapter
+from pd_cluster.protocol.orders import AdapterLoaded, LoadAdapter, UnloadAdapter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -19,6 +20,15 @@ if TYPE_CHECKING:
     from pd_cluster.worker.executor import Executor
 
 logger = logging.getLogger("pd_cluster.engine")
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterReading:
+    """One that is under way on threads of the ranks."""
+
+    path: str
+    begun_s: float
+    told: list[tuple[str, int]] = field(default_factory=list)  # errors and bytes, of the ranks that have ended
 
 
 class AdapterOrders:
@@ -33,12 +43,12 @@ class AdapterOrders:
         fail: Callable[[str, AdapterAbsent], None],
         clock: Callable[[], float],
     ) -> None:
-        self._clock, self._begun_s = clock, dict[str, float]()
-        self._config, self._places, self._executor, self._mailbox, self._fail = config, places, executor, mailbox, fail
-        self._paths: dict[str, str] = {}  # of the known ones, and of those that are read for an order
+        self._config, self._places, self._executor, self._mailbox = config, places, executor, mailbox
+        self._fail, self._clock = fail, clock
+        self._orders: dict[str, LoadAdapter] = {}  # the newest, of the known ones and those that are read for an order
         self._most = int(config.lora_host_gb * 1e9)
         self._num_bytes: dict[str, int] = {}  # of each known one, on the rank that has the most
-        self._reading: dict[str, list[tuple[str, int]]] = {}  # errors and bytes that ranks have told so far
+        self._reading: dict[str, AdapterReading] = {}
         # They are refused, and forgotten when no request has them, unless they are loaded before
         self._leaving: set[str] = set()
         self._told: deque[tuple[str, str, int]] = deque()  # digest, error, bytes of a rank: filled by other threads
@@ -55,33 +65,30 @@ class AdapterOrders:
         if isinstance(order, UnloadAdapter):
             if is_known:
                 self._leaving.add(digest)
-                return
-            self._paths.pop(digest, None)  # one that is still read is then dropped
-            self._mailbox.send(AdapterUnloaded(digest))
+            else:
+                self._orders.pop(digest, None)  # one that is still read is then dropped
         elif not self._config.lora_slots:
-            self._mailbox.send(AdapterLoaded(digest, "this node serves no adapters: --lora-slots is 0"))
-        elif is_known:  # with these bytes, wherever they were read
-            self._leaving.discard(digest)
-            self._mailbox.send(AdapterLoaded(digest))
+            self._answer(order, "this node serves no adapters: --lora-slots is 0")
         else:
-            self._paths[digest] = order.path
-            self._read(digest)
+            self._orders[digest] = order  # the path of an older one may be gone
+            self._leaving.discard(digest)
+            if is_known:  # with these bytes, wherever they were read
+                self._answer(order)
+            elif digest not in self._reading:
+                self._read(digest)
 
     def turn(self) -> None:
         """Take what threads have read, forget what no request has any more."""
         while self._told:
-            digest, error, num_bytes = self._told.popleft()
-            self._reading[digest].append((error, num_bytes))
-            if len(self._reading[digest]) == self._executor.layout.tp_size:
-                errors, sizes = zip(*self._reading.pop(digest), strict=True)
-                self._take_read(digest, next(filter(None, errors), ""), max(sizes))
-        places = self._places
-        for digest in [digest for digest in self._leaving if not places.num_live[digest]]:
+            digest, *told = self._told.popleft()
+            self._reading[digest].told.append(tuple(told))  # type: ignore[arg-type]
+            if len(self._reading[digest].told) == self._executor.layout.tp_size:
+                self._take_read(digest, self._reading.pop(digest))
+        for digest in [digest for digest in self._leaving if not self._places.num_live[digest]]:
             self._leaving.discard(digest)
-            places.forget(digest)
-            self._executor.adapters.drop(digest)
-            del self._paths[digest], self._num_bytes[digest]
-            self._mailbox.send(AdapterUnloaded(digest))
+            self._places.forget(digest)
+            self._executor.drop_adapter(digest)
+            del self._orders[digest], self._num_bytes[digest]
 
     def read_wanted(self) -> None:
         """Read what a sequence waits for, if there will be room for it. Call it after each plan.
@@ -93,47 +100,52 @@ class AdapterOrders:
             self._read(wanted)
 
     def _read(self, digest: str) -> None:
-        """On a thread of each rank, unless that is under way."""
-        if digest in self._reading:
-            return
-        self._reading[digest], self._begun_s[digest] = [], self._clock()
+        path = self._orders[digest].path
+        self._reading[digest] = AdapterReading(path, self._clock())
+        self._executor.read_adapter(digest, path, self._note_told)
 
-        def done(error: str, num_bytes: int) -> None:
-            self._told.append((digest, error, num_bytes))
-            self._mailbox.wake()
+    def _note_told(self, digest: str, error: str, num_bytes: int) -> None:
+        self._told.append((digest, error, num_bytes))
+        self._mailbox.wake()
 
-        self._executor.adapters.read(digest, self._paths[digest], done)
-
-    def _take_read(self, digest: str, error: str, num_bytes: int) -> None:
-        """All ranks have read an adapter, of so many bytes on one, or some could not."""
-        places, took_s = self._places, self._clock() - self._begun_s.pop(digest)
+    def _take_read(self, digest: str, read: AdapterReading) -> None:
+        """All ranks have read an adapter, or some could not."""
+        places, order, took_s = self._places, self._orders.get(digest), self._clock() - read.begun_s
+        error, num_bytes = max(error for error, _ in read.told), max(num_bytes for _, num_bytes in read.told)
         if not error:
             places.read_s = (places.read_s + took_s) / 2 if places.read_s else took_s
-        is_known = digest in places.in_host
-        if not error and not is_known and digest not in self._paths:
-            error = "it was unloaded while it was read"
-        if not error and num_bytes > self._most:
-            error = f"it has {num_bytes} bytes, and --lora-host-gb allows {self._most}"
-        if error:
-            self._executor.adapters.drop(digest)
-            if is_known:
-                logger.warning("an adapter cannot be read again: %s", error)
-                self._fail(digest, AdapterAbsent("this node could not read the adapter's files again"))
-            else:
-                self._paths.pop(digest, None)
-                self._mailbox.send(AdapterLoaded(digest, error))
+            if num_bytes > self._most:
+                error = f"it has {num_bytes} bytes, and --lora-host-gb allows {self._most}"
+        if error or order is None:  # it was unloaded meanwhile
+            self._executor.drop_adapter(digest)
+            if order is not None:
+                self._give_up(order, error, read)
             return
         self._num_bytes[digest] = num_bytes
         for other in places.droppable:
             if self._num_held() <= self._room(digest):
                 break
-            self._executor.adapters.drop(other)
+            self._executor.drop_adapter(other)
             places.in_host[other] = False
+        is_known = digest in places.in_host
         places.in_host[digest] = self._num_held() <= self._room(digest)
         if not places.in_host[digest]:
-            self._executor.adapters.drop(digest)
+            self._executor.drop_adapter(digest)
         if not is_known:
-            self._mailbox.send(AdapterLoaded(digest))
+            self._answer(order)
+
+    def _give_up(self, order: LoadAdapter, error: str, read: AdapterReading) -> None:
+        if order.path != read.path:  # the newest order came later
+            self._read(order.digest)
+        elif order.digest in self._places.in_host:
+            logger.warning("an adapter cannot be read again: %s", error)
+            self._fail(order.digest, AdapterAbsent("this node could not read the adapter's files again"))
+        else:
+            del self._orders[order.digest]
+            self._answer(order, error)
+
+    def _answer(self, order: LoadAdapter, error: str = "") -> None:
+        self._mailbox.send(AdapterLoaded(order.digest, error, order.number))
 
     def _num_held(self, adapters: Iterable[str] | None = None) -> int:
         """Bytes of these, or of all in host memory."""

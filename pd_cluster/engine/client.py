@@ -37,7 +37,7 @@ from pd_cluster.protocol.messages import (
     TokensOut,
     Work,
 )
-from pd_cluster.protocol.orders import AdapterLoaded, AdapterUnloaded
+from pd_cluster.protocol.orders import AdapterLoaded
 from pd_connectors.protocol.clock import PatientClock
 
 if TYPE_CHECKING:
@@ -61,11 +61,11 @@ class EngineClient(Protocol):
     """The interface of an engine for the HTTP side. `ZmqEngineClient` implements it.
 
     `on_freeze`: called when `frozen` has changed, but for its death. `on_adapter`: called with each answer to
-    LoadAdapter and UnloadAdapter.
+    LoadAdapter.
     """
 
     on_freeze: Callable[[], None]
-    on_adapter: Callable[[AdapterLoaded | AdapterUnloaded], None]
+    on_adapter: Callable[[AdapterLoaded], None]
 
     @property
     def ready(self) -> EngineReady | None: ...
@@ -193,7 +193,7 @@ class ZmqEngineClient:
         self._liveness: EngineLiveness | None = None  # None until the ready message
         self._frozen = ""
         self.on_freeze: Callable[[], None] = lambda: None
-        self.on_adapter: Callable[[AdapterLoaded | AdapterUnloaded], None] = lambda message: None
+        self.on_adapter: Callable[[AdapterLoaded], None] = lambda message: None
         self.num_freezes = 0
         self._is_ready = asyncio.Event()
         self.ready: EngineReady | None = None
@@ -315,7 +315,7 @@ class ZmqEngineClient:
                 self._is_ready.set()
             case StartupProgress():
                 self._on_progress(message.text)
-            case AdapterLoaded() | AdapterUnloaded():
+            case AdapterLoaded():
                 self.on_adapter(message)
             case EngineDied():
                 self.declare_dead(message.message)

@@ -88,5 +88,5 @@ class StatsReport:
             counters=counters,
             gauges=gauges,
             num_queued=scheduler.num_queued,
-            adapters=self._adapters.levels,
+            adapters=self._adapters.tiers,
         )

@@ -37,21 +37,20 @@ class AdapterSlots(AdapterStep):
         """Give each Linear that has some of the `parts` its adapters. `linears`: by kind. Raises StartupError."""
         super().__init__(device)
         self.dtype, self.num_slots, self.max_rank = dtype, num_slots, -(-max_rank // RANK_STEP) * RANK_STEP
-        self._parts: dict[tuple[str, int], list[LinearPart]] = {}  # by kind and index of the Linear
+        shapes: dict[tuple[str, int], tuple[int, tuple[int, ...]]] = {}  # by kind and index of the Linear
         for part in parts.values():
-            self._parts.setdefault((part.kind, part.index), []).append(part)
-        self.size = sum(  # elements of a slot for each rank
-            len(own) * len(own[0].inputs) + sum(len(part.rows) for part in own) for own in self._parts.values()
-        )
+            _, bounds = shapes.get((part.kind, part.index), (0, (part.start,)))
+            shapes[part.kind, part.index] = len(part.inputs), (*bounds, part.start + len(part.rows))
+        # Elements of a slot for each rank
+        self.size = sum((len(bounds) - 1) * num_inputs + bounds[-1] for num_inputs, bounds in shapes.values())
         try:
             self.memory = torch.zeros(num_slots, self.size * self.max_rank, dtype=dtype, device=device)
         except RuntimeError as error:
             raise StartupError(f"--lora-slots {num_slots}: no room on {device} for {self}: {error}") from error
         self.ranks, start = torch.zeros(num_slots, dtype=torch.int32, device=device), 0
         self._linears: dict[tuple[str, int], LinearAdapters] = {}
-        for place, own in self._parts.items():
-            bounds = (*(part.start for part in own), own[-1].start + len(own[-1].rows))
-            matrices = AdapterMatrices(self.memory, self.ranks, self.max_rank, start, len(own[0].inputs), bounds)
+        for place, shape in shapes.items():
+            matrices = AdapterMatrices(self.memory, self.ranks, self.max_rank, start, *shape)
             self._linears[place] = LinearAdapters(self, kernels, matrices)
             linears[place[0]][place[1]].take_adapters(self._linears[place])
             start += matrices.size
@@ -62,9 +61,9 @@ class AdapterSlots(AdapterStep):
 
     def place(self, memory: torch.Tensor, rank: int, part: LinearPart) -> tuple[torch.Tensor, torch.Tensor]:
         """Where A [rank, in] and B [out, rank] of a part are in the memory of one slot with this rank."""
-        place = part.kind, part.index
-        a, b = self._linears[place].matrices.of(memory, rank)
-        return a[self._parts[place].index(part)], b[part.start : part.start + len(part.rows)]
+        matrices = self._linears[part.kind, part.index].matrices
+        a, b = matrices.of(memory, rank)
+        return a[matrices.bounds.index(part.start)], b[part.start : part.start + len(part.rows)]
 
     def fill(self, slot: int, pieces: Iterable[torch.Tensor]) -> None:
         """Copy an adapter of host memory [rank * size] into a slot. The copy may be under way on return."""

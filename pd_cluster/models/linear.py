@@ -69,10 +69,8 @@ class Linear:
 
         `x` may be the HalfNormed or the RowsTwice that `add_norm` of another Linear returned.
         """
-        return self._adapted(x) if self._is_adapted else self._base(x)
-
-    def _base(self, x: Normed) -> torch.Tensor:
-        """What the weight gives, for any adapters."""
+        if self._is_adapted:
+            return self._adapted(x)
         if isinstance(x, RowsTwice):
             x = self._one_of(x)
         rows = x.x if isinstance(x, HalfNormed) else x
@@ -86,22 +84,20 @@ class Linear:
         """Whether rows of this step have adapters here."""
         return self.adapters is not None and self.adapters.slots.rows is not None
 
-    def _adapted(self, x: Normed) -> torch.Tensor:
-        """The result of a call with what adapters add, which comes before the activation."""
+    def _adapted(self, x: Normed, target: torch.Tensor | None = None) -> torch.Tensor:
+        """The result of a call with what adapters add, which comes before the activation; see LinearAdapters.run."""
         assert self.adapters is not None
-        if self.activate is None:
-            return self.adapters.run(x, lambda: self._base(x))
-        if self._is_swiglu:
-            return self.adapters.run(x, lambda: self._unactivated(x), is_gated=True)
-        return self.activate(self.adapters.run(x, lambda: self._unactivated(x)))
+        found = self.adapters.run(x, lambda: self._unactivated(x), target, is_gated=self._is_swiglu)
+        return found if self.activate is None or self._is_swiglu else self.activate(found)
 
     def _unactivated(self, x: Normed) -> torch.Tensor:
         """What the weight gives before the activation."""
-        rows = self._one_of(x) if isinstance(x, RowsTwice) else x
-        plain = rows.x if isinstance(rows, HalfNormed) else rows
-        if self._few_unactivated is not None and isinstance(plain, torch.Tensor) and len(plain) <= self.max_few_rows:
-            return self._few_unactivated(rows)  # type: ignore[arg-type]
-        return self._product(rows.normed() if isinstance(rows, HalfNormed) else rows)
+        one = self._one_of(x) if isinstance(x, RowsTwice) else x
+        rows = one.x if isinstance(one, HalfNormed) else one
+        if self._few_unactivated is not None and isinstance(rows, torch.Tensor) and len(rows) <= self.max_few_rows:
+            return self._few_unactivated(one)  # type: ignore[arg-type]
+        one = one.normed() if isinstance(one, HalfNormed) else one
+        return self._multiply(one) if self.activate is None else self._product(one)
 
     @property
     def group(self) -> int:
@@ -146,7 +142,7 @@ class Linear:
                 self.adapters.run(x, lambda: residual, residual)  # type: ignore[union-attr]
             return self._few_rows.add_to(residual, x, norm, eps)
         elif self._is_adapted:
-            product = self.adapters.run(x, lambda: self._multiply(x), residual)  # type: ignore[union-attr]
+            product = self._adapted(x, residual)
         else:
             product = self._multiply(x)
         return add_norm_for(self._next_group, self._is_read_plain, self._kernels, product, residual, norm, eps)
@@ -176,7 +172,7 @@ class Linear:
 
     def take_adapters(self, adapters: LinearAdapters) -> None:
         """From now on add what adapters give. Call it after the end of loading."""
-        self.adapters = adapters
+        self.adapters, self._few_unactivated = adapters, self._few_rows
         if self.activate is not None and self._few_rows is not None:
             self._few_unactivated = self.few_rows_product(is_activated=False)
 

@@ -52,12 +52,6 @@ class LinearAdapters:
     kernels: Kernels
     matrices: AdapterMatrices
 
-    def _plain(self, x: Inputs) -> torch.Tensor | HalfNormed:
-        """Rows as the adapters read them: those that the weight reads."""
-        if isinstance(x, QuantizedRows):
-            return x.widened(self.matrices.memory.dtype)
-        return x.plain if isinstance(x, RowsTwice) else x
-
     def run(
         self,
         x: Inputs,
@@ -71,11 +65,14 @@ class LinearAdapters:
         `target` [T, out]: they are added to this instead, which the product does not touch. `is_gated`: the result is
         silu_and_mul of the sum.
         """
-        plain, rows, kernels = self._plain(x), self.slots.rows, self.kernels
+        rows, kernels = self.slots.rows, self.kernels
         assert rows is not None
-        num_rows = len(plain.x if isinstance(plain, HalfNormed) else plain)
+        if isinstance(x, QuantizedRows):  # those that the weight reads
+            x = x.widened(self.matrices.memory.dtype)
+        x = x.plain if isinstance(x, RowsTwice) else x
+        num_rows = len(x.x if isinstance(x, HalfNormed) else x)
         with self.slots.side(num_rows):
-            low = kernels.shrink(plain, self.matrices, rows)
+            low = kernels.shrink(x, self.matrices, rows)
             if target is not None:
                 kernels.expand(low, target, self.matrices, rows, False)
         found = product()

@@ -14,7 +14,7 @@ from enum import StrEnum
 
 import msgspec
 
-from pd_cluster.protocol.orders import EngineOrder, OrderDone
+from pd_cluster.protocol.orders import AdapterLoaded, EngineOrder
 from pd_cluster.protocol.prompt_outputs import PromptOutputs, PromptToken
 from pd_cluster.protocol.sampling_params import SamplingParams
 from pd_connectors.protocol.feed import NodeLoad, StoredBlock
@@ -284,7 +284,7 @@ class EngineStats(msgspec.Struct, frozen=True, tag=True):
     counters: dict[str, float]  # metric name without the `pd_` prefix -> total
     gauges: dict[str, float]
     num_queued: int = 0  # requests of which nothing has run yet: what `max_waiting` bounds
-    adapters: dict[str, str] = {}  # those that are loaded: digest -> gpu, host or disk, where the nearest copy is
+    adapters: dict[str, int] = {}  # those that are loaded: digest -> the tier of the nearest copy
 
 
 class EngineNews(msgspec.Struct, frozen=True, tag=True):
@@ -331,7 +331,7 @@ FromEngine = (
     | RequestFailed
     | EngineStats
     | EngineNews
-    | OrderDone
+    | AdapterLoaded
     | SilenceAllowed
     | SignOfLife
     | EngineDied

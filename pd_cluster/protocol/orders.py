@@ -1,4 +1,4 @@
-"""Orders to the engine, which concern no single request, and the messages that end those that take long."""
+"""Orders to the engine, which concern no single request, and the answer to the one that takes long."""
 
 from __future__ import annotations
 
@@ -28,19 +28,17 @@ class StopProfile(msgspec.Struct, frozen=True, tag=True):
 class LoadAdapter(msgspec.Struct, frozen=True, tag=True):
     """Read an adapter on every rank, from a directory that all of them see. Answered by AdapterLoaded.
 
-    Meanwhile streams go on. One that is loaded already is answered at once. One that is being unloaded stays.
+    Meanwhile streams go on. One that is loaded already is answered at once. One that is being unloaded stays. Not
+    answered if an UnloadAdapter or another LoadAdapter of the digest comes before its end.
     """
 
     digest: str  # that the files must have
     path: str
+    number: int = 0  # tells the answer from that to an order before
 
 
 class UnloadAdapter(msgspec.Struct, frozen=True, tag=True):
-    """Refuse new requests with this adapter from now on. Those that run or wait keep it.
-
-    Answered by AdapterUnloaded when the last of them has ended; at once if none has it, or it is unknown. Not answered
-    if it is loaded again before.
-    """
+    """Refuse new requests with this adapter from now on. Those that run or wait keep it."""
 
     digest: str
 
@@ -53,12 +51,4 @@ class AdapterLoaded(msgspec.Struct, frozen=True, tag=True):
 
     digest: str
     error: str = ""  # why not: nothing of it was kept
-
-
-class AdapterUnloaded(msgspec.Struct, frozen=True, tag=True):
-    """No request has the adapter any more, and it is forgotten."""
-
-    digest: str
-
-
-OrderDone = AdapterLoaded | AdapterUnloaded
+    number: int = 0  # of the order

@@ -18,6 +18,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from pd_cluster.scheduling.sequence import SequenceStatus
+from pd_connectors.protocol.adapters import IN_HOST, ON_DEVICE, ON_FILE
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -46,10 +47,10 @@ class AdapterPlaces:
         self.read_s = 0.0  # of files, lately; 0: not measured yet
 
     @property
-    def levels(self) -> dict[str, str]:
+    def tiers(self) -> dict[str, int]:
         """Where the nearest copy of each is."""
         return {
-            digest: "gpu" if digest in self._slot_of else "host" if is_in_host else "disk"
+            digest: ON_DEVICE if digest in self._slot_of else IN_HOST if is_in_host else ON_FILE
             for digest, is_in_host in self.in_host.items()
         }
 

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
 from contextlib import suppress
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 import torch
 
 from pd_cluster.adapters.adapter_bytes import read_adapter
-from pd_cluster.adapters.adapter_spec import check_family, fit_adapter
+from pd_cluster.adapters.adapter_spec import fit_adapter
 from pd_cluster.adapters.part_matrices import clear, put_matrices
 from pd_cluster.adapters.refused_modules import SERVED_KINDS
 from pd_cluster.adapters.tensor_table import MAX_HEADER_BYTES
@@ -49,10 +51,8 @@ def slots_size(config: LoraConfig, spec: ModelSpec, tp: int) -> int:
 
 
 def _check(spec: ModelSpec) -> None:
-    try:
-        check_family(spec)
-    except BadAdapter as error:
-        raise StartupError(f"--lora-slots: {error}") from error
+    if spec.modules is not None:
+        raise StartupError("--lora-slots: adapters are not served for a model that transformers' modules compute")
 
 
 class AdapterStore:
@@ -64,17 +64,18 @@ class AdapterStore:
         _check(model.spec)
         assert isinstance(model, Decoder)
         parts = {name: part for name, part in model.parts.items() if part.kind in SERVED_KINDS}
-        orders = {name: model.order_of(part) for name, part in parts.items()}
         self._parts, self._max_rank = parts, config.max_lora_rank
-        self._orders = {name: order.cpu() for name, order in orders.items() if order is not None}
+        self._orders = {
+            name: order.cpu() for name, part in parts.items() if (order := model.order_of(part)) is not None
+        }
         self._max_bytes = MAX_HEADER_BYTES + 8 + 4 * self._max_rank * sum(sum(part.shape) for part in parts.values())
         self._held: dict[str, AdapterPages] = {}  # by digest
         # Of dropped ones: giving memory back may wait for the device, so the next one takes it, or gives it back
         self._spare: deque[AdapterPages] = deque()
         self.slots = model.make_adapters(parts, config.lora_slots, config.max_lora_rank)
 
-    def begin(self, digest: str, path: str, told: Callable[[str, int], None]) -> None:
-        """Read an adapter on a thread, which calls `told` at the end: with why not, or with "" and the bytes it has."""
+    def begin(self, digest: str, path: str, told: Callable[[str, str, int], None]) -> None:
+        """Read an adapter on a thread, which calls `told` at the end: see Executor.read_adapter."""
         threading.Thread(target=self._run, args=(digest, path, told), name="adapter-read", daemon=True).start()
 
     def drop(self, digest: str) -> None:
@@ -89,15 +90,23 @@ class AdapterStore:
             self.slots.fill(slot, pages.pieces())
             pages.note_copied()
 
-    def _run(self, digest: str, path: str, told: Callable[[str, int], None]) -> None:
+    def close(self, unpin_s: float = inf) -> None:
+        """Give host memory back, after the last step. Idempotent. unpin_s: for that, at the end of the process."""
+        until_s = time.monotonic() + unpin_s
+        for digest in tuple(self._held):
+            self.drop(digest)
+        while self._spare and time.monotonic() < until_s:
+            self._spare.popleft().close(pause_s=0.0)
+
+    def _run(self, digest: str, path: str, told: Callable[[str, str, int], None]) -> None:
         try:
             adapter = self._held[digest] = self._read(digest, path)
         except BadAdapter as error:
-            told(str(error), 0)
+            told(digest, str(error), 0)
         except Exception as error:  # no memory, for instance: the engine goes on without this adapter
-            told(f"{path} cannot be read: {error!r}", 0)
+            told(digest, f"{path} cannot be read: {error!r}", 0)
         else:
-            told("", adapter.numbers.nbytes)
+            told(digest, "", adapter.numbers.nbytes)
 
     @torch.inference_mode()
     def _read(self, digest: str, path: str) -> AdapterPages:

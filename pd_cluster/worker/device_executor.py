@@ -40,7 +40,7 @@ from pd_cluster.worker.host_link import measure_host_gb_s
 from pd_cluster.worker.kv_cache import KVCache, describe_slabs, host_units, make_slabs
 from pd_cluster.worker.memory_measurement import bytes_for_cache, run_largest_step
 from pd_cluster.worker.model_loading import load_model
-from pd_cluster.worker.ranked_adapters import RankedAdapters
+from pd_cluster.worker.rank_frames import AdapterFrame
 from pd_cluster.worker.state import DeviceState, Weights, without_locals
 from pd_cluster.worker.step_measurement import StepTimer, measure_sizes
 from pd_cluster.worker.warm_up import NUM_BLOCKS, run_first_steps, run_steps_of_all_kinds
@@ -137,6 +137,8 @@ class DeviceLoaded(DeviceState):
 
     def unload(self) -> DeviceDescribed:
         """Give the memory of the weights back."""
+        if self._weights.adapters is not None:
+            self._weights.owned.callback(self._weights.adapters.close)
         return self._back_to("unload", DeviceDescribed(self._plan, Weights()), self._weights.owned)
 
     def _run_largest_step(self, scratch: KVCache) -> None:
@@ -221,7 +223,6 @@ class DeviceExecutor(DeviceState):
         super().__init__(plan, weights, runner.cache)
         self.model, self._grammars = model, plan.grammars  # `measure` completes `model`
         self._runner, self.block_size = runner, plan.layout.block_size
-        self.adapters = RankedAdapters(weights.adapters, self._ranks)
         self.slabs, self.cache = runner.cache.slabs, runner.cache.describe()
         self.start_profile, self.stop_profile = plan.profiler.start, plan.profiler.stop
         self.graph_sizes = runner.graphs.sizes  # the captured ones
@@ -299,8 +300,22 @@ class DeviceExecutor(DeviceState):
         if sampling.grammar:
             self._grammars.prepare(sampling.grammar)
 
+    def read_adapter(self, digest: str, path: str, told: Callable[[str, str, int], None]) -> None:
+        assert self._weights.adapters is not None
+        if self._ranks is not None:
+            self._ranks.link.on_read = told
+            self._ranks.link.send(AdapterFrame(digest, path))
+        self._weights.adapters.begin(digest, path, told)
+
+    def drop_adapter(self, digest: str) -> None:
+        assert self._weights.adapters is not None
+        if self._ranks is not None:
+            self._ranks.link.send(AdapterFrame(digest))
+        self._weights.adapters.drop(digest)
+
     def launch(self, batch: Batch, deadline_s: float = inf) -> PendingStep:
-        ranks, has_adapters = self._ranks, self._runner.rows.has_adapters(batch)
+        ranks = self._ranks
+        has_adapters = self._weights.adapters is not None and self._runner.rows.has_adapters(batch)
         graph = self._graph_sizes.choose(batch.chunks, has_adapters=has_adapters)
         if ranks is None:
             return self._runner.launch(batch, graph)

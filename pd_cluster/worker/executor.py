@@ -62,20 +62,6 @@ class Pending(Protocol):
         """
 
 
-class HeldAdapters(Protocol):
-    """The adapters in the host memory of all ranks."""
-
-    def read(self, digest: str, path: str, done: Callable[[str, int], None]) -> None:
-        """Let each rank read an adapter from its files into host memory, on a thread.
-
-        `done` is called once for each rank, on any thread: with an error, or with "" and the bytes that the rank holds.
-        After an error of one the others may have it: drop it.
-        """
-
-    def drop(self, digest: str) -> None:
-        """Forget an adapter in the host memory of all ranks, after the steps that were launched."""
-
-
 class Executor(Closes, Protocol):
     """Runs the model on its ranks, each of which is ready. Not thread-safe.
 
@@ -92,9 +78,15 @@ class Executor(Closes, Protocol):
     cache: CacheDescription  # of the cache in this process, which is rank 0's, for a connector
     host_gb_s: float  # of rank 0's link to host memory, each way, with no other rank copying; 0: not measured
 
-    @property
-    def adapters(self) -> HeldAdapters:
-        """Only with --lora-slots."""
+    def read_adapter(self, digest: str, path: str, told: Callable[[str, str, int], None]) -> None:
+        """Let each rank read an adapter from its files into host memory, on a thread. Only with --lora-slots.
+
+        `told`, the same in each call, is called once for each rank, on any thread: with the digest, and an error, or ""
+        and the bytes that the rank holds. After an error of one the others may have it: drop it.
+        """
+
+    def drop_adapter(self, digest: str) -> None:
+        """Forget an adapter in the host memory of all ranks, after the steps that were launched."""
 
     @property
     def num_host_blocks(self) -> int:

@@ -52,6 +52,8 @@ class AdapterPages:
 
     def wait(self) -> None:
         """Until the copies have ended: it may then be written."""
+        if self._device.type == "cuda":  # else a thread's first call takes memory of the first device
+            torch.cuda.set_device(self._device)
         if self._copied is not None:
             self._copied.synchronize()
 
@@ -65,9 +67,9 @@ class AdapterPages:
             self._pinned.append(piece.data_ptr())
             time.sleep(PAUSE_S)
 
-    def close(self) -> None:
-        """Give the memory back, on a thread. Raises RuntimeError."""
+    def close(self, pause_s: float = PAUSE_S) -> None:
+        """Give the memory back. Raises RuntimeError. `pause_s`: as in `pin`, beside the step loop."""
         self.wait()
         while self._pinned:
             torch.cuda.check_error(driver().cudaHostUnregister(self._pinned.pop()))
-            time.sleep(PAUSE_S)
+            time.sleep(pause_s)

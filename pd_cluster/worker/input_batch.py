@@ -172,7 +172,7 @@ class InputBatch:
             self._states.fill_pieces(places.states, chunks, rows, lens, ends)
         samples = self._plan_samples(chunks, rows, known, has_drafts=has_drafts)
         step.fill(places, chunks, samples, lens, ends)
-        step.put_adapters(places, self._slots[row_of_token])
+        places.put_adapters(self._slots[row_of_token])
         return self._replayed(samples, rows, lens, ends, places, draws)
 
     def _build_decodes(
@@ -195,7 +195,7 @@ class InputBatch:
             self._states.fill(places.states, chunks, rows, positions)
         ends = starts + lens
         step.fill(places, chunks, samples, lens, ends)
-        step.put_adapters(places, self._slots[packed.row_of_token])
+        places.put_adapters(self._slots[packed.row_of_token])
         return self._replayed(samples, rows, lens, ends, places, draws)
 
     def _replayed(

@@ -16,7 +16,6 @@ import signal
 import sys
 import threading
 from collections import deque
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -126,8 +125,10 @@ class RankProcess:
                     self._launch(frame)
                 case DrawLate(absent):
                     self._draw_late(absent)
+                case AdapterFrame(digest, ""):
+                    self._state.drop_adapter(digest)
                 case AdapterFrame(digest, path):
-                    self._state.adapters.take(digest, path, partial(self._tell_read, digest))
+                    self._state.read_adapter(digest, path, self._tell_read)
                 case PortMessage(message=message):
                     self._port.deliver(message)
                 case PhaseFrame(name, arguments):

@@ -80,8 +80,7 @@ class RankLink:
         self._num_taken = 0
         self._host_blocks = dict.fromkeys(self._ranks, 0)  # that each rank's last retired step told of
         self.ports = tuple(LinkPort(rank, self._send_message) for rank in self._ranks)
-        # Called when a rank has read the adapter; and how many ranks still read it
-        self.reads: dict[str, tuple[int, Callable[[str, int], None]]] = {}
+        self.on_read: Callable[[str, str, int], None] = lambda digest, error, num_bytes: None  # by a rank, an adapter
         self.lost: PdError | None = None
         # The watching thread's
         self._clock = PatientClock(time.monotonic, patience_s=LOOK_S)
@@ -264,10 +263,7 @@ class RankLink:
                 case Heartbeat():
                     self._beats[message.rank] = message
                 case AdapterRead(rank, digest, error, num_bytes):
-                    num_left, told = self.reads.pop(digest)
-                    if num_left > 1:
-                        self.reads[digest] = num_left - 1, told
-                    told(error and f"rank {rank}: {error}", num_bytes)
+                    self.on_read(digest, error and f"rank {rank}: {error}", num_bytes)
                 case PortMessage():
                     self.ports[message.rank - 1].deliver(message.message)
                 case RankFailed():

@@ -77,6 +77,8 @@ class DeviceState:
                 self._synchronize()
             if self._cache is not None:
                 self._cache.host.close(UNPIN_S if waits else 0.0)
+            if waits and self._weights.adapters is not None:
+                self._weights.adapters.close(UNPIN_S)
 
     def left_for(self, state: NextState) -> NextState:
         """Leave this state. -> `state`, which owns from now on what this one did."""

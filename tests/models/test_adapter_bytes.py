@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import re
 from mmap import mmap
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
 
 from pd_cluster.adapters import adapter_bytes
-from pd_cluster.adapters.adapter_bytes import CONFIG, MAX_CONFIG_BYTES, WEIGHTS, read_adapter
+from pd_cluster.adapters.adapter_bytes import CONFIG, MAX_CONFIG_BYTES, READ_DEADLINE_S, WEIGHTS, read_adapter
 from pd_cluster.errors import BadAdapter
 from tests.models.adapter_files import CONFIG as SETTINGS
 from tests.models.adapter_files import MAX_BYTES, usual, write
@@ -150,10 +151,11 @@ def test_files_that_change_while_they_are_read_are_refused(
         read_adapter(directory, MAX_BYTES)
 
 
-def test_a_slow_disk_is_named(tmp_path: Path) -> None:
-    directory, times = write(tmp_path, SETTINGS, usual()), iter([0.0, 1.0, 2.5])
+def test_a_slow_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory, times = write(tmp_path, SETTINGS, usual()), iter([0.0, 1.0, READ_DEADLINE_S + 0.5])
+    monkeypatch.setattr(adapter_bytes, "time", SimpleNamespace(monotonic=lambda: next(times)))
     with pytest.raises(BadAdapter, match="the disk is too slow"):
-        read_adapter(directory, MAX_BYTES, lambda: next(times), 2.0)
+        read_adapter(directory, MAX_BYTES)
 
 
 @pytest.mark.parametrize("fails", [True, False])

@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from pd_cluster.adapters.adapter_spec import AdapterSpec, check_family, fit_adapter
-from pd_cluster.errors import BadAdapter
+from pd_cluster.adapters.adapter_spec import AdapterSpec, fit_adapter
+from pd_cluster.config import LoraConfig
+from pd_cluster.errors import BadAdapter, StartupError
 from pd_cluster.models.spec import ModulesSpec
+from pd_cluster.worker.adapter_store import slots_size
 from tests.models.adapter_files import (
     AXOLOTL,
     CONFIG,
@@ -104,10 +106,13 @@ def with_shape(end: str, *shape: int) -> Tensors:
         (usual() | pair("model.embed_tokens", (8, 20)), "embeddings and heads take no adapter"),
         (usual() | pair("model.visual.blocks.0.attn.qkv", (8, 20)), "it is not of the text model"),
         (usual() | pair("model.vision_tower.layers.0.self_attn.q_proj", (8, 20)), "it is not of the text model"),
-        (usual() | {f"{PREFIX}{Q}.lora_magnitude_vector": torch.ones(12)}, "is a magnitude of DoRA"),
-        (usual() | {f"{PREFIX}{Q}.lora_B.bias": torch.ones(12)}, "is a bias"),
+        (usual() | {f"{PREFIX}{Q}.lora_magnitude_vector": torch.ones(12)}, "lora_magnitude_vector is no A or B"),
+        (usual() | {f"{PREFIX}{Q}.lora_B.bias": torch.ones(12)}, "lora_B.bias is no A or B"),
         (usual() | {f"{PREFIX}model.embed_tokens.lora_embedding_A": torch.ones(4, 9)}, "is an adapter of embeddings"),
-        (usual() | {f"{PREFIX}lm_head.modules_to_save.weight": torch.ones(4, 9)}, "is a whole module"),
+        (
+            usual() | {f"{PREFIX}lm_head.modules_to_save.weight": torch.ones(4, 9)},
+            "modules_to_save.weight is no A or B",
+        ),
         (usual() | {f"{PREFIX}lm_head.weight": torch.ones(4, 9)}, "is no A or B of a LoRA"),
         (usual() | {f"{PREFIX}{Q}.lora_A.default.weight": torch.ones(4, 8)}, "is no A or B of a LoRA"),
         (usual() | {f"{Q}.lora_A.weight": torch.ones(4, 8)}, "is no A or B of a LoRA"),
@@ -149,9 +154,8 @@ def test_another_name_of_the_base_is_a_warning(tmp_path: Path) -> None:
 
 
 def test_models_of_other_modules_are_refused() -> None:
-    check_family(SPEC)
-    with pytest.raises(BadAdapter, match="transformers' modules"):
-        check_family(replace(SPEC, modules=ModulesSpec("{}", 1)))
+    with pytest.raises(StartupError, match=r"--lora-slots: .* transformers' modules"):
+        slots_size(LoraConfig(lora_slots=1), replace(SPEC, modules=ModulesSpec("{}", 1)), tp=1)
 
 
 @pytest.mark.long

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from pd_cluster.adapters import peft_names
 from pd_cluster.adapters.peft_config import read_config
 from pd_cluster.adapters.peft_names import PeftNames
 from pd_cluster.errors import BadAdapter
@@ -82,6 +83,13 @@ def test_ranks_by_pattern(pattern: dict[str, int], ranks: tuple[int, ...]) -> No
     assert tuple(map(rules.rank, (Q0, Q1, DOWN))) == ranks
 
 
+@pytest.mark.parametrize(("pattern", "layer"), [(["b", "a"], 2), (["a", "b"], 1)])
+def test_the_first_list_of_layers_that_matches_counts(pattern: list[str], layer: int) -> None:
+    rules = names(target_modules=["q"], layers_to_transform=layer, layers_pattern=pattern)
+    assert rules.is_target("model.a.1.b.2.q")
+    assert not rules.is_target("model.a.3.b.3.q")
+
+
 def test_ranks_and_alphas_have_patterns_of_their_own() -> None:
     rules = names(rank_pattern={"q_proj": 16}, alpha_pattern={"layers.0.self_attn.q_proj": 64, "down_proj": 4})
     assert [rules.scale(name) for name in (Q0, Q1, DOWN)] == [64 / 16, 8 / 16, 4 / 4]
@@ -93,10 +101,11 @@ SLOW = "(?:a|aa)+"  # the number of ways to match a run of n is that of Fibonacc
 
 
 @pytest.mark.parametrize("changes", [{"target_modules": SLOW}, {"exclude_modules": SLOW}, {"rank_pattern": {SLOW: 8}}])
-def test_patterns_that_take_for_ever_end(changes: dict[str, Any]) -> None:
+def test_patterns_that_take_for_ever_end(changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """All patterns together have the deadline, so many slow ones do not add up."""
     config = read_config(json.dumps(CONFIG | changes).encode(), FILE)
-    rules = PeftNames(config, FILE, deadline_s=0.05)
+    monkeypatch.setattr(peft_names, "MATCH_DEADLINE_S", 0.05)
+    rules = PeftNames(config, FILE)
     look = rules.rank if "rank_pattern" in changes else rules.is_target
     for name in ("a" * 80 + "!", Q0):
         with pytest.raises(BadAdapter, match="take too long"):

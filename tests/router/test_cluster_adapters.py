@@ -201,7 +201,10 @@ async def test_signed_orders_bind_name_path_and_digest(tmp_path: Path) -> None:
         assert not loads(p)
         status, told = await order(router, "tuned", "a", signed=paper("tuned", "a"))
         assert (status, loads(p)) == (200, [told["digest"]])
-        assert (await order(router, "tuned", signed=paper("tuned")))[0] == 200
+        naming = paper("tuned", digest=told["digest"])  # of what is there: it is unloaded all the same
+        status, told = await order(router, "tuned", signed=naming)
+        assert (status, set(told["nodes"].values())) == (200, {"unloaded"})
+        assert await listed(p) == {"demo": None}
 
 
 async def test_names_and_bodies_that_no_order_may_have(tmp_path: Path) -> None:
@@ -384,7 +387,7 @@ async def test_an_adapter_that_is_on_the_device_is_worth_its_load(tmp_path: Path
     ):
         await followed(router, d, ready)
         _, told = await order(router, "tuned", "a")
-        stats = EngineStats(KvStats(1, 1, 0, 0, 0, 0), 0, 0, 0, {}, {}, adapters={told["digest"]: "gpu"})
+        stats = EngineStats(KvStats(1, 1, 0, 0, 0, 0), 0, 0, 0, {}, {}, adapters={told["digest"]: ON_DEVICE})
         ready.engine.stats = stats
         ready.state.adapters.on_change()
         table = router.services.table

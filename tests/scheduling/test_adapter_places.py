@@ -11,6 +11,7 @@ import pytest
 
 from pd_cluster.protocol.messages import Work
 from pd_cluster.scheduling.sequence import Request
+from pd_connectors.protocol.adapters import IN_HOST, ON_DEVICE
 from tests.scheduling.simulation import message, prompt
 from tests.scheduling.world import World
 
@@ -37,9 +38,9 @@ def test_the_one_used_least_recently_is_replaced() -> None:
     world = with_adapters("abcd", 2)
     for number, adapter in enumerate("abac"):
         ask(world, f"{number}", adapter)
-    assert places_of(world).levels == {"a": "gpu", "b": "host", "c": "gpu", "d": "host"}
+    assert places_of(world).tiers == {"a": ON_DEVICE, "b": IN_HOST, "c": ON_DEVICE, "d": IN_HOST}
     ask(world, "5", "d")
-    assert places_of(world).levels == {"a": "host", "b": "host", "c": "gpu", "d": "gpu"}
+    assert places_of(world).tiers == {"a": IN_HOST, "b": IN_HOST, "c": ON_DEVICE, "d": ON_DEVICE}
     assert places_of(world).droppable == ["b", "a", "c", "d"], "no slot, then the longest without one"
 
 

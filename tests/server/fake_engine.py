@@ -165,7 +165,7 @@ class FakeEngine:
         if isinstance(message, Abort):
             self.aborts.put_nowait(message)
         if isinstance(message, LoadAdapter) and self.adapter_error is not None:
-            answer = AdapterLoaded(message.digest, self.adapter_error)
+            answer = AdapterLoaded(message.digest, self.adapter_error, message.number)
             asyncio.get_running_loop().call_soon(lambda: self.on_adapter(answer))
         line = self._lines.get(getattr(message, "request_id", ""))
         if line is not None:

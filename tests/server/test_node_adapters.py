@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 
-from pd_cluster.adapters.adapter_directory import directory_below, named_directories
+from pd_cluster.adapters.adapter_directory import named_directories
 from pd_cluster.config import LoraConfig
 from pd_cluster.errors import BadAdapter, StartupError
 from pd_cluster.protocol.orders import AdapterLoaded, LoadAdapter, UnloadAdapter
 from pd_cluster.server.node import adapter_metrics, node_adapters
 from pd_connectors.protocol import adapters
-from pd_connectors.protocol.adapters import IN_HOST, AdapterRecord
+from pd_connectors.protocol.adapters import IN_HOST, ON_DEVICE, AdapterRecord
 from pd_connectors.protocol.cache_space import cache_space
 from pd_connectors.protocol.ticket import ORDER_HEADER, NodeOrder, sign
 from pd_http.endpoints import LOAD_PATH, UNLOAD_PATH
@@ -102,6 +102,15 @@ async def test_an_unknown_name_is_404_in_every_dialect_and_409_for_a_router(tmp_
         assert (status, answer["error"]["code"]) == (409, "adapter_absent")
 
 
+async def test_files_are_those_that_a_link_led_to(tmp_path: Path) -> None:
+    """They may be read again after the link leads to a newer version."""
+    version = written(tmp_path / "v1")
+    (tmp_path / "newest").symlink_to("v1")
+    async with a_node(tmp_path) as node:
+        assert (await give(node, "prepare", AdapterRecord("tuned", "newest", stamp=5)))[0] == 200
+        assert [one.path for one in node.engine.sent if isinstance(one, LoadAdapter)] == [str(version)]
+
+
 async def test_a_name_means_nothing_before_it_is_held_and_nothing_after_it_is_unloaded(tmp_path: Path) -> None:
     written(tmp_path / "a")
     async with a_node(tmp_path) as node:
@@ -179,7 +188,8 @@ async def test_an_unload_while_the_files_are_read_wins_by_its_stamp(tmp_path: Pa
                 await asyncio.sleep(0)
         gone = AdapterRecord("tuned", stamp=6)
         await give(node, "hold", gone, action="unload_adapter")
-        node.engine.on_adapter(AdapterLoaded(held.digest))
+        (order,) = [one for one in node.engine.sent if isinstance(one, LoadAdapter)]
+        node.engine.on_adapter(AdapterLoaded(held.digest, "", order.number))
         assert await loading == (200, gone)
         assert node.engine.sent[-1] == UnloadAdapter(held.digest)
 
@@ -190,12 +200,15 @@ async def test_an_unload_while_the_files_are_read_wins_by_its_stamp(tmp_path: Pa
         (AdapterRecord("demo", "a", stamp=5), "is the name of the model"),
         (AdapterRecord("a,b", "a", stamp=5), "no comma"),
         (AdapterRecord("x" * 257, "a", stamp=5), "256"),
-        (AdapterRecord("tuned", "absent", stamp=5), "no directory"),
+        (AdapterRecord("tuned", "absent", stamp=5), "has no adapter_config.json"),
         (AdapterRecord("tuned", "../outside", stamp=5), "leads out"),
         (AdapterRecord("tuned", "/etc", stamp=5), "leads out"),
+        (AdapterRecord("tuned", "../absent", stamp=5), "leads out"),  # as one that is there
+        (AdapterRecord("tuned", "/absent", stamp=5), "leads out"),
         (AdapterRecord("tuned", "link", stamp=5), "leads out"),
         (AdapterRecord("tuned", "linked_file", stamp=5), "leads out"),
-        (AdapterRecord("tuned", "a\0b", stamp=5), "no directory"),
+        (AdapterRecord("tuned", "a\0b", stamp=5), "null"),
+        (AdapterRecord("tuned", "circle", stamp=5), "cannot read the adapter"),
         (AdapterRecord("tuned", "a" * 5000, stamp=5), "4096 characters"),
         (AdapterRecord("tuned", "a", "0" * 32, 5), "not 00000000"),
         (AdapterRecord("tuned", "a"), "no adapter with a stamp"),
@@ -208,6 +221,7 @@ async def test_what_cannot_be_loaded_is_named_and_changes_nothing(
     for directory in (root / "a", root / "linked_file", tmp_path / "outside"):
         written(directory)
     (root / "link").symlink_to(tmp_path / "outside")
+    (root / "circle").symlink_to(root / "circle")
     (root / "linked_file" / "adapter_model.safetensors").unlink()
     (root / "linked_file" / "adapter_model.safetensors").symlink_to(tmp_path / "outside" / "adapter_model.safetensors")
     async with a_node(root) as node:
@@ -217,6 +231,52 @@ async def test_what_cannot_be_loaded_is_named_and_changes_nothing(
             assert message in error["message"]
         assert await listed(node) == {"demo": None}
         assert not any(isinstance(one, LoadAdapter) for one in node.engine.sent)
+
+
+async def test_a_cancelled_load_leaves_nothing_and_its_answer_ends_no_other(tmp_path: Path) -> None:
+    written(tmp_path / "a")
+    async with a_node(tmp_path) as node:
+        node.engine.adapter_error = None
+
+        async def begun(stamp: int, num: int) -> tuple[asyncio.Task[AdapterRecord], LoadAdapter]:
+            task = asyncio.create_task(node.state.adapters.prepare(AdapterRecord("tuned", "a", stamp=stamp)))
+            async with asyncio.timeout(HANG_S):
+                while len(loads := [one for one in node.engine.sent if isinstance(one, LoadAdapter)]) < num:  # noqa: ASYNC110
+                    await asyncio.sleep(0)
+            return task, loads[-1]
+
+        first, ordered = await begun(5, 1)
+        first.cancel()
+        assert isinstance((await asyncio.gather(first, return_exceptions=True))[0], asyncio.CancelledError)
+        assert node.engine.sent[-1] == UnloadAdapter(ordered.digest)
+        second, again = await begun(6, 2)
+        node.engine.on_adapter(AdapterLoaded(ordered.digest, "", ordered.number))
+        node.engine.on_adapter(AdapterLoaded(again.digest, "no memory", again.number))
+        with pytest.raises(BadAdapter, match="no memory"):
+            await second
+        assert node.engine.sent[-1] == UnloadAdapter(ordered.digest)
+
+
+async def test_a_second_prepare_that_fails_leaves_nothing_of_the_first(tmp_path: Path) -> None:
+    record = AdapterRecord("tuned", "a", stamp=5)
+    files = written(tmp_path / "a")
+    async with a_node(tmp_path) as node:
+        _, found = await give(node, "prepare", record)
+        (files / "adapter_config.json").unlink()
+        assert (await give(node, "prepare", record))[0] == 400
+        assert node.engine.sent[-1] == UnloadAdapter(found.digest)
+
+
+async def test_the_last_of_the_allowed_adapters_is_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node_adapters, "MAX_RECORDS", 2)
+    written(tmp_path / "a")
+    async with a_node(tmp_path) as node:
+        for stamp, name in enumerate(("one", "two"), 5):
+            _, found = await give(node, "prepare", AdapterRecord(name, "a", stamp=stamp))
+            assert await give(node, "hold", found) == (200, found)
+        status, error = await give(node, "prepare", AdapterRecord("three", "a", stamp=9))
+        assert (status, error["message"]) == (400, "this node has 2 adapters, the most allowed")
+        assert (await give(node, "prepare", AdapterRecord("two", "a", stamp=10)))[0] == 200, "in place of the other"
 
 
 async def test_orders_need_the_key_and_a_directory(tmp_path: Path) -> None:
@@ -245,7 +305,7 @@ async def test_the_feed_tells_what_each_name_means(tmp_path: Path) -> None:
         assert reader.adapters["tuned"].record == found
         stats = node.engine.stats
         assert stats is not None
-        node.engine.stats = msgspec.structs.replace(stats, adapters={found.digest: "host"})
+        node.engine.stats = msgspec.structs.replace(stats, adapters={found.digest: IN_HOST})
         while reader.adapters["tuned"].tier != IN_HOST:
             await reader.next()
 
@@ -261,9 +321,6 @@ def test_a_start_names_what_is_wrong_with_its_adapters(tmp_path: Path) -> None:
     ):
         with pytest.raises(StartupError, match=message):
             named_directories(given)
-    (tmp_path / "circle").symlink_to(tmp_path / "circle")
-    with pytest.raises(BadAdapter, match="no directory"):
-        directory_below(str(tmp_path), "circle")
 
 
 async def test_metrics_name_adapters_up_to_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -294,7 +351,7 @@ async def test_metrics_name_adapters_up_to_a_bound(tmp_path: Path, monkeypatch: 
             assert ('running_lora_adapters=""' in info, 'waiting_lora_adapters="two"' in info) == (True, True)
         stats = node.engine.stats
         assert stats is not None
-        node.engine.stats = msgspec.structs.replace(stats, adapters={found: "gpu"})
+        node.engine.stats = msgspec.structs.replace(stats, adapters={found: ON_DEVICE})
         text = node.state.metrics.render().decode()
         assert ('running_lora_adapters="two"' in text, 'waiting_lora_adapters=""' in text) == (True, True)
         release.set()

@@ -99,5 +99,5 @@ def served_parts(executor: DeviceExecutor) -> dict[str, LinearPart]:
 def load(executor: DeviceExecutor, digest: str, path: Path, num_ranks: int = 1) -> str:
     """Read an adapter on all ranks. -> an error."""
     told = queue.Queue[str]()
-    executor.adapters.read(digest, str(path), lambda error, num_bytes: told.put(error))
+    executor.read_adapter(digest, str(path), lambda _, error, num_bytes: told.put(error))
     return max(told.get(timeout=HANG_S) for _ in range(num_ranks))

@@ -171,6 +171,7 @@ class FakeDriver:
     """In place of CUDA's runtime: notes the ranges that are pinned. A page is pinned once at a time."""
 
     ranges: dict[int, int] = field(default_factory=dict)
+    devices: list[torch.device] = field(default_factory=list)  # that threads have set
     most: int = 1000
 
     def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:

@@ -21,7 +21,7 @@ NUMBERS = 5 * PIECE_BYTES // 4  # of two bytes: two pieces and a half
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
     driver = FakeDriver()
-    cuda = SimpleNamespace(cudart=lambda: driver, check_error=driver.check, set_device=lambda device: None)
+    cuda = SimpleNamespace(cudart=lambda: driver, check_error=driver.check, set_device=driver.devices.append)
     monkeypatch.setattr(host_pages, "torch", SimpleNamespace(**{**vars(torch), "cuda": cuda}))
     monkeypatch.setattr(host_pages, "PAUSE_S", 0.0)
     yield driver
@@ -48,3 +48,17 @@ def test_what_was_pinned_before_a_refusal_is_given_back(driver: FakeDriver) -> N
         pages.pin()
     assert len(driver.ranges) == 2
     pages.close()
+
+
+def test_a_thread_that_reuses_or_gives_back_memory_takes_none_of_another_device(driver: FakeDriver) -> None:
+    """The first call of a thread without a device opens the first one: some hundred MB, on each rank after 0."""
+    own, taken = torch.device("cuda", 1), list[tuple[torch.device, ...]]()
+    pages = AdapterPages(NUMBERS, torch.bfloat16, own)
+    pages._copied = SimpleNamespace(synchronize=lambda: taken.append(tuple(driver.devices)))  # type: ignore[assignment]
+    pages.wait()
+    assert taken == [(own,)]
+    pages.pin()
+    driver.devices.clear()
+    pages._copied = None
+    pages.close()
+    assert driver.devices == [own]

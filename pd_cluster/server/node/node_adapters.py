@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections import Counter
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -19,14 +20,11 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from pd_cluster.adapters.adapter_bytes import read_adapter
-from pd_cluster.adapters.adapter_directory import directory_below
 from pd_cluster.errors import AdapterConflict, BadAdapter, StartupError
-from pd_cluster.protocol.orders import AdapterLoaded, AdapterUnloaded, LoadAdapter, UnloadAdapter
+from pd_cluster.protocol.orders import AdapterLoaded, LoadAdapter, UnloadAdapter
 from pd_connectors.protocol.adapters import (
-    IN_HOST,
     MAX_PATH_CHARS,
     MAX_RECORDS,
-    ON_DEVICE,
     ON_FILE,
     AdapterRecord,
     AdapterState,
@@ -46,7 +44,6 @@ PENDING_S = 600.0  # more than a router's order takes to all nodes
 # After a name has another adapter: requests that found the one before are then at the engine, which lets them end
 REPLACED_S = 10.0
 ENGINE_DEADLINE_S = 130.0  # for every rank to read the files: READ_DEADLINE_S and some seconds
-TIERS = {"gpu": ON_DEVICE, "host": IN_HOST, "disk": ON_FILE}  # by the engine's word
 
 
 class NodeAdapters:
@@ -63,11 +60,12 @@ class NodeAdapters:
         self._model_names = frozenset(model_names)
         self._records: dict[str, AdapterRecord] = {}
         self._pending: dict[str, tuple[AdapterRecord, asyncio.TimerHandle]] = {}
-        self._using = ""  # the digest of the load under way
-        self._waiting: dict[str, asyncio.Future[str]] = {}  # digest -> the engine's error, or ""
-        self._told: dict[str, AdapterState] = {}
-        self._levels: dict[str, str] | None = None  # of `_told`; None: a record has changed since
         self._turn = asyncio.Lock()  # a load holds all bytes of the files
+        # The order under way, which keeps its digest loaded, and the engine's error, or ""
+        self._loading: tuple[LoadAdapter, asyncio.Future[str]] | None = None
+        self._num_orders = 0
+        self._told: dict[str, AdapterState] = {}
+        self._tiers: dict[str, int] | None = None  # of `_told`; None: a record has changed since
 
     @property
     def num_slots(self) -> int:
@@ -103,18 +101,18 @@ class NodeAdapters:
 
     def states(self) -> tuple[AdapterState, ...]:
         """All records, each with the tier of its adapter."""
-        tiers = {digest: TIERS.get(level, ON_FILE) for digest, level in self._engine_levels.items()}
+        tiers = self._engine_tiers
         return tuple(AdapterState(record, tiers.get(record.digest, ON_FILE)) for record in self._records.values())
 
     @property
-    def _engine_levels(self) -> dict[str, str]:
+    def _engine_tiers(self) -> dict[str, int]:
         return {} if (stats := self._engine.stats) is None else stats.adapters
 
     def changed_states(self) -> tuple[AdapterState, ...]:
         """Those of `states` that differ from what this call has returned before."""
-        if self._levels == self._engine_levels:
+        if self._tiers == self._engine_tiers:
             return ()
-        self._levels = self._engine_levels
+        self._tiers = self._engine_tiers
         states = self.states()
         found = tuple(one for one in states if self._told.get(one.record.name) != one)
         self._told = {one.record.name: one for one in states}
@@ -127,13 +125,14 @@ class NodeAdapters:
         self._check(record)
         if not newer(self._records, record):
             raise AdapterConflict(f"a newer order about the adapter {record.name!r} has been obeyed")
-        if (other := self._pending.get(record.name)) is not None and other[0].stamp != record.stamp:
+        if record.name not in self._pending:
+            self._pend(record)
+        elif self._pending[record.name][0].stamp != record.stamp:
             raise AdapterConflict(f"another order about the adapter {record.name!r} is under way")
-        self._pend(record)
         try:
             async with self._loaded(record) as found:
                 pending = self._pending.get(record.name)
-                if pending is None or pending[0].stamp != record.stamp or not newer(self._records, record):
+                if pending is None or pending[0].stamp != record.stamp:
                     raise AdapterConflict(f"the order about the adapter {record.name!r} was dropped")
                 self._pend(found)
                 return found
@@ -182,7 +181,7 @@ class NodeAdapters:
         self._check_name(record.name)
         if not record.path or len(record.path) > MAX_PATH_CHARS:
             raise BadAdapter(f"the path of an adapter has 1 to {MAX_PATH_CHARS} characters")
-        if record.name not in self._records and len(self.live) + len(self._pending) >= MAX_RECORDS:
+        if len({record.name, *self._pending, *(one.name for one in self.live)}) > MAX_RECORDS:
             raise BadAdapter(f"this node has {MAX_RECORDS} adapters, the most allowed")
 
     def _check_name(self, name: str) -> None:
@@ -211,38 +210,36 @@ class NodeAdapters:
                     f"the files of the adapter {record.path!r} have the digest {digest}, not {record.digest}: all "
                     "nodes need the same files"
                 )
-            self._using = digest
             try:
                 await self._load_into_engine(digest, path)
                 yield msgspec.structs.replace(record, digest=digest)
             finally:
-                self._using = ""
+                self._loading = None
                 self._let_go(digest)
 
     def _read(self, given: str, is_own: bool) -> tuple[str, str]:
         """The directory and the digest. `is_own`: of the command line, so it may be anywhere."""
         root, most = self._config.lora_dir, int(self._config.lora_host_gb * 1e9)
-        directory, below = (Path(given), None) if is_own else (directory_below(root, given), Path(root).resolve())
-        return str(directory), read_adapter(directory, most, below=below).digest
+        directory, below = (Path(given), None) if is_own else (Path(root, given), Path(root).resolve())
+        digest = read_adapter(directory, most, below=below).digest
+        return os.path.realpath(directory), digest  # a link may lead to other files when they are read again
 
     async def _load_into_engine(self, digest: str, path: str) -> None:
-        answer = self._waiting[digest] = asyncio.get_running_loop().create_future()
-        self._engine.send(LoadAdapter(digest, path))
+        self._num_orders += 1
+        order, answer = self._loading = LoadAdapter(digest, path, self._num_orders), asyncio.Future()
+        self._engine.send(order)
         try:
             async with asyncio.timeout(ENGINE_DEADLINE_S):
                 error = await answer
         except TimeoutError:
             error = f"the engine has not loaded it within {ENGINE_DEADLINE_S:g} s"
-        finally:
-            self._waiting.pop(digest, None)
         if error:
             raise BadAdapter(error)
 
-    def _answered(self, message: AdapterLoaded | AdapterUnloaded) -> None:
-        waiting = self._waiting.get(message.digest)
-        if isinstance(message, AdapterLoaded) and waiting is not None and not waiting.done():
-            waiting.set_result(message.error)
-        self.on_change()
+    def _answered(self, message: AdapterLoaded) -> None:
+        """An answer to an order that was cancelled says nothing of the one under way, also of the same files."""
+        if self._loading is not None and message.number == self._num_orders and not self._loading[1].done():
+            self._loading[1].set_result(message.error)
 
     def _adopt(self, record: AdapterRecord) -> AdapterRecord:
         """Make `record` its name's, unless that has a newer one. Returns the name's."""
@@ -258,7 +255,7 @@ class NodeAdapters:
             elif before is not None:
                 self._let_go(before.digest)
             trim(self._records)
-            self._levels = None
+            self._tiers = None
             self.on_change()
         else:
             self._let_go(record.digest)
@@ -267,5 +264,6 @@ class NodeAdapters:
     def _let_go(self, digest: str) -> None:
         """Unload what neither a record, a prepare nor a load needs. Requests that run keep it."""
         records = (*self._records.values(), *(record for record, _ in self._pending.values()))
-        if digest not in ("", self._using) and all(record.digest != digest for record in records):
+        using = "" if self._loading is None else self._loading[0].digest
+        if digest not in ("", using) and all(record.digest != digest for record in records):
             self._engine.send(UnloadAdapter(digest))

@@ -26,17 +26,33 @@ class RowPlaces(NamedTuple):
         order, tiles = cut_tiles(slots, len(self.order))
         self.order[:], self.tiles[:, 0], self.tiles[: len(tiles)] = order, NO_TILE, tiles
 
+    def on_device(self) -> AdapterRows:
+        order, tiles = (part.to(torch.int32) for part in self)
+        return AdapterRows(order, tiles, tile_rows(len(order)))
+
 
 class AdaptedRows(NamedTuple):
     tokens: RowPlaces
     tail: RowPlaces | None  # None: all tokens sample
+
+    def put(self, slots: Ints, sampled: Ints | None) -> None:
+        """Write the rows. `slots`: of the first tokens; others are padding. `sampled`: see MixedPlaces."""
+        self.tokens.put(slots)
+        if self.tail is not None and sampled is not None:
+            padded = np.full(len(self.tokens.order), NO_SLOT)
+            padded[: len(slots)] = slots
+            self.tail.put(padded[sampled])
+
+    def on_device(self) -> AdapterRows:
+        """The graph captures this."""
+        return self.tokens.on_device()._replace(tail=None if self.tail is None else self.tail.on_device())
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterRoom:
     """The adapters of captured steps of one size."""
 
-    counts: tuple[int, ...]  # of rows: tokens, and those that sample, if they are fewer
+    counts: tuple[int, ...]  # of rows: tokens, and those that sample, if these are other rows
     num_slots: int
 
     @classmethod
@@ -59,21 +75,3 @@ class AdapterRoom:
             found.append(RowPlaces(whole[:count], whole[count:end].reshape(-1, 3)))
             whole = whole[end:]
         return AdaptedRows(found[0], found[1] if len(found) > 1 else None)
-
-    def fill(self, places: AdaptedRows, slots: Ints, sampled: Ints | None) -> None:
-        """Write the rows. `slots`: of the first tokens; others are padding. `sampled` [num_rows]: see MixedPlaces."""
-        places.tokens.put(slots)
-        if places.tail is not None and sampled is not None:
-            padded = np.full(self.counts[0], NO_SLOT)
-            padded[: len(slots)] = slots
-            places.tail.put(padded[sampled])
-
-    def plan(self, places: AdaptedRows) -> AdapterRows:
-        """The graph captures this."""
-        tail = None if places.tail is None else _on_device(places.tail)
-        return _on_device(places.tokens)._replace(tail=tail)
-
-
-def _on_device(places: RowPlaces) -> AdapterRows:
-    order, tiles = (part.to(torch.int32) for part in places)
-    return AdapterRows(order, tiles, tile_rows(len(order)))

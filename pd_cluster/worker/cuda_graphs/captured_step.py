@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from pd_kernels.attention import AttentionPlan, GroupAttention, Replayable
     from pd_kernels.chunk_tiles import ChunkTiles
     from pd_kernels.latent import LatentPlan
-    from pd_kernels.lora import AdapterRows
     from pd_kernels.values import Ints, StepSize
 
 Plan: TypeAlias = "AttentionPlan | LatentPlan"
@@ -61,6 +60,11 @@ class StepPlaces(NamedTuple):
     # None: there are no states. With decodes only [3, S]: source, slot, and slot for the state at the end of a piece
     states: Any = None  # else StatePlaces
     adapters: AdaptedRows | None = None  # None: no row has one
+
+    def put_adapters(self, slots: Ints) -> None:
+        """Write which rows have adapters, if the size has any, after all others. `slots`: of the first tokens."""
+        if self.adapters is not None:
+            self.adapters.put(slots, None if self.attention is None else self.attention.sampled)
 
 
 class MixedPlaces(NamedTuple):
@@ -107,12 +111,6 @@ class CapturedStep(Protocol):
         `lens`, `ends` [n]: the number of tokens of each chunk, and the position after its last token.
         """
 
-    def put_adapters(self, places: StepPlaces, slots: Ints) -> None:
-        """Write which rows have adapters, where the size has any. Call it after `fill`.
-
-        `slots`: of the first tokens; the others have none.
-        """
-
     def plan(self, places: StepPlaces, block_tables: Sequence[torch.Tensor]) -> tuple[list[Plan], Tail | None]:
         """Plan the attention of each KV group, and name the rows that sample (None: all). The graph captures both.
 
@@ -121,9 +119,6 @@ class CapturedStep(Protocol):
 
     def states(self, places: StepPlaces) -> StatePlan | None:
         """Plan the states. The graph captures this."""
-
-    def adapters(self, places: StepPlaces) -> AdapterRows | None:
-        """The rows that have adapters; None: the size has none. The graph captures this."""
 
     def keep(self, logits: torch.Tensor, token_ids: torch.Tensor) -> ReplayOutputs:
         """Put the outputs where a replay leaves them, and return them there. The graph captures this."""
@@ -163,11 +158,7 @@ class DecodeStep:
         if places.states is not None:
             places.states[:] = NONE
             places.states[1] = self.no_slot
-        self.put_adapters(places, NO_ROWS)
-
-    def put_adapters(self, places: StepPlaces, slots: Ints) -> None:
-        if self.adapted is not None and places.adapters is not None:
-            self.adapted.fill(places.adapters, slots, None)
+        places.put_adapters(NO_ROWS)
 
     def fill(
         self, places: StepPlaces, chunks: tuple[SequenceChunk, ...], samples: Samples, lens: Ints, ends: Ints
@@ -189,9 +180,6 @@ class DecodeStep:
         sources, slots, saves = places.states.to(torch.int32).unbind()
         starts, positions = self.query_starts, places.positions.to(torch.int32)
         return StatePlan(sources, slots, starts, positions, saves, starts, is_decode=True)
-
-    def adapters(self, places: StepPlaces) -> AdapterRows | None:
-        return None if self.adapted is None or places.adapters is None else self.adapted.plan(places.adapters)
 
     def keep(self, logits: torch.Tensor, token_ids: torch.Tensor) -> ReplayOutputs:
         return ReplayOutputs(logits, token_ids)
@@ -254,11 +242,7 @@ class MixedStep:
             tiles[0] = self.size.num_seqs
         if self.room is not None:
             self.room.pad(places.states)
-        self.put_adapters(places, NO_ROWS)
-
-    def put_adapters(self, places: StepPlaces, slots: Ints) -> None:
-        if self.adapted is not None and places.adapters is not None:
-            self.adapted.fill(places.adapters, slots, places.attention.sampled)
+        places.put_adapters(NO_ROWS)
 
     def fill(
         self, places: StepPlaces, chunks: tuple[SequenceChunk, ...], samples: Samples, lens: Ints, ends: Ints
@@ -293,9 +277,6 @@ class MixedStep:
     def states(self, places: StepPlaces) -> StatePlan | None:
         """The plan of the states; None: there are none."""
         return None if self.room is None else self.room.plan(places.states, places.attention.query_starts)
-
-    def adapters(self, places: StepPlaces) -> AdapterRows | None:
-        return None if self.adapted is None or places.adapters is None else self.adapted.plan(places.adapters)
 
     def keep(self, logits: torch.Tensor, token_ids: torch.Tensor) -> ReplayOutputs:
         self.outputs.logits.copy_(logits)

@@ -139,7 +139,7 @@ class StepGraphs:
         token_ids = rows.token_choices.index_select(0, places.tokens)
         plans, tail = step.plan(places, self._block_tables)
         if self._model.adapters is not None:
-            self._model.adapters.rows = step.adapters(places)
+            self._model.adapters.rows = None if places.adapters is None else places.adapters.on_device()
         inputs = ForwardInputs(
             token_ids, places.positions, places.slots.unbind(), plans, tail, states=step.states(places)
         )

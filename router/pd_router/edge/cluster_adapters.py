@@ -85,8 +85,10 @@ class ClusterAdapters:
             raise InvalidRequest("no node serves adapters: start nodes with --lora-dir or --lora-slots")
         if not nodes:
             raise NoNode("no node is reachable; try again later")
-        asked = msgspec.structs.replace(asked, stamp=self._s.table.adapters.next_stamp(self._s.wall_clock()))
-        record = await self._prepared(nodes, asked) if is_load else asked
+        stamp = self._s.table.adapters.next_stamp(self._s.wall_clock())
+        record = AdapterRecord(asked.name, stamp=stamp)
+        if is_load:
+            record = await self._prepared(nodes, msgspec.structs.replace(asked, stamp=stamp))
         await self._hold(nodes, record)
         await self._tell_workers(record)
         others = {node.node_id: "serves no adapters, or is not reachable" for node in self._s.table.nodes}
