@@ -4,7 +4,8 @@
     hold        the record becomes the name's; one that is older than the name's changes nothing
     drop        ends a prepare
 
-A prepared record is forgotten after PENDING_S: its router has died. docs/adapters.md says what routers do.
+A prepared record is forgotten after PENDING_S, and for a later order after YIELDS_S: its router has died.
+docs/adapters.md says what routers do.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("pd_cluster.server")
 PENDING_S = 600.0  # more than a router's order takes to all nodes
+YIELDS_S = 30.0  # from a prepare until a later order takes its place: its router may have died
 # After a name has another adapter: requests that found the one before are then at the engine, which lets them end
 REPLACED_S = 10.0
 ENGINE_DEADLINE_S = 130.0  # for every rank to read the files: READ_DEADLINE_S and some seconds
@@ -128,7 +130,10 @@ class NodeAdapters:
         if not newer(self._records, record):
             raise AdapterConflict(f"a newer order about the adapter {record.name!r} has been obeyed")
         if (other := self._pending.get(record.name)) is not None and other[0].stamp != record.stamp:
-            raise AdapterConflict(f"another order about the adapter {record.name!r} is under way")
+            age_s = asyncio.get_running_loop().time() + PENDING_S - other[1].when()
+            if age_s < YIELDS_S or record.stamp < other[0].stamp:
+                raise AdapterConflict(f"another order about the adapter {record.name!r} is under way")
+            self.drop(other[0])  # if its router lives, its hold reads the files again
         self._pend(record)
         try:
             async with self._loaded(record) as found:
