@@ -186,6 +186,8 @@ class Storm:
         for router in self._routers.values():
 
             async def used(router: RouterMember = router) -> bool:
+                ended = node.process.returncode
+                assert ended is None, f"{node.name} has ended by itself with {ended}:\n{node.process.output[-4000:]}"
                 return await _uses(router, node)
 
             await until(used, f"{node.name} is used again", MEND_DEADLINE_S)
