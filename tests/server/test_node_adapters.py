@@ -177,6 +177,20 @@ async def test_a_later_order_takes_the_place_of_one_without_an_end(
         assert node.engine.sent.count(LoadAdapter(second.digest, str(tmp_path / "b"))) == 1, "it was prepared"
 
 
+async def test_a_load_ends_with_its_engine(tmp_path: Path) -> None:
+    written(tmp_path / "a")
+    async with a_node(tmp_path) as node:
+        node.engine.adapter_error = None
+        loading = asyncio.create_task(give(node, "prepare", AdapterRecord("tuned", "a", stamp=5)))
+        async with asyncio.timeout(HANG_S):
+            while not any(isinstance(one, LoadAdapter) for one in node.engine.sent):  # noqa: ASYNC110
+                await asyncio.sleep(0)
+        node.engine.is_alive = False
+        status, error = await asyncio.wait_for(loading, HANG_S)
+        assert (status, error["code"]) == (503, "engine_died")
+        assert not node.state.adapters._pending
+
+
 async def test_a_prepare_of_a_dead_router_ends_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written(tmp_path / "a")
     monkeypatch.setattr(node_adapters, "PENDING_S", 0.0)

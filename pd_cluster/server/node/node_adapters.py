@@ -21,7 +21,7 @@ import msgspec
 
 from pd_cluster.adapters.adapter_bytes import read_adapter
 from pd_cluster.adapters.adapter_directory import directory_below
-from pd_cluster.errors import AdapterConflict, BadAdapter, StartupError
+from pd_cluster.errors import AdapterConflict, BadAdapter, EngineLost, StartupError
 from pd_cluster.protocol.orders import AdapterLoaded, AdapterUnloaded, LoadAdapter, UnloadAdapter
 from pd_connectors.protocol.adapters import (
     IN_HOST,
@@ -48,6 +48,7 @@ YIELDS_S = 30.0  # from a prepare until a later order takes its place: its route
 # After a name has another adapter: requests that found the one before are then at the engine, which lets them end
 REPLACED_S = 10.0
 ENGINE_DEADLINE_S = 130.0  # for every rank to read the files: READ_DEADLINE_S and some seconds
+LOOK_EVERY_S = 0.2  # between two looks at an engine that loads an adapter
 TIERS = {"gpu": ON_DEVICE, "host": IN_HOST, "disk": ON_FILE}  # by the engine's word
 
 
@@ -235,7 +236,11 @@ class NodeAdapters:
         self._engine.send(LoadAdapter(digest, path))
         try:
             async with asyncio.timeout(ENGINE_DEADLINE_S):
-                error = await answer
+                while not answer.done():
+                    if not self._engine.alive:  # else the end of this process cancels what waits here
+                        raise EngineLost("the engine has died while it read an adapter")
+                    await asyncio.wait((answer,), timeout=LOOK_EVERY_S)
+            error = answer.result()
         except TimeoutError:
             error = f"the engine has not loaded it within {ENGINE_DEADLINE_S:g} s"
         finally:
