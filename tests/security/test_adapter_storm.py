@@ -106,11 +106,15 @@ async def test_no_answer_is_of_another_adapter(capsys: pytest.CaptureFixture[str
         await until(agree, "every node lists the same adapters", HANG_S, lambda: str(listed))
         with capsys.disabled():
             faults = sum(not event.is_router for event in load.events), sum(event.is_router for event in load.events)
-            told = {**load.told, "faults of nodes, routers": faults, "leaked": leaked, "wrong": load.wrong[:20]}
+            told = {
+                **load.told, "ended": storm.ended, "faults of nodes, routers": faults, "leaked": leaked,
+                "wrong": load.wrong[:20],
+            }  # fmt: skip
             sys.stdout.write(f"\n{json.dumps(told)}\n")
         await use_all_names(nodes, prompts[0])
         await asyncio.gather(*(asyncio.to_thread(node.end) for node in nodes))
     assert load.wrong == []
+    assert storm.ended == []
     assert leaked == {}
 
 
