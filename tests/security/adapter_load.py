@@ -152,7 +152,7 @@ class AdapterLoad:
             for _ in range(TRIES):
                 if await self.order(session, name, content):
                     break
-                await asyncio.sleep(PAUSE_S)
+                await asyncio.sleep(4 * PAUSE_S)  # nodes keep what a dead router had them prepare for YIELDS_S
             else:
                 self.wrong.append(f"{name}: not loaded in {TRIES} tries")
 
