@@ -238,7 +238,7 @@ class Launcher:
             with suppress(ForkServerDied):  # it is told below
                 if launched.returncode is None:
                     launched.send(signal.SIGTERM)
-                elif launched.returncode > 0:  # pytest shows it below a test that failed by this
+                elif launched.returncode not in (0, -signal.SIGKILL):  # pytest shows it where a test failed by this
                     told = "\n".join(launched.output.splitlines()[-NUM_LAST_LINES:])
                     sys.stderr.write(f"{launched.name} had ended with status {launched.returncode}:\n{told}\n")
         while self._launched:

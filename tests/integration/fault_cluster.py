@@ -128,7 +128,10 @@ class Member:
 
     def _pid_of(self, module: str) -> int:
         live = [p for p in self.process.family() if p.is_running()]  # the command line of a dead one cannot be read
-        return next(int(p.pid) for p in live if module in " ".join(p.cmdline()))
+        found = [int(p.pid) for p in live if module in " ".join(p.cmdline())]
+        if not found:
+            raise psutil.NoSuchProcess(self.process.pid, self.name, f"it has no {module}")
+        return found[0]
 
     # what it says
 

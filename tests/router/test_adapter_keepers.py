@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+from functools import partial
 from typing import TYPE_CHECKING, cast
 
 import pytest
 
+from pd_cluster.adapters.adapter_bytes import read_adapter
+from pd_cluster.server.node import node_adapters
 from pd_connectors.protocol import adapters
 from pd_connectors.protocol.adapters import IN_HOST, ON_DEVICE, ON_FILE, AdapterRecord, AdapterState
 from pd_connectors.protocol.feed import NodeLoad
+from pd_router.config import RouterConfig
 from pd_router.edge import cluster_adapters
 from pd_router.nodes.adapter_table import LOAD_S, AdapterTable, load_s
 from pd_router.nodes.node import Node, Role
@@ -82,6 +86,30 @@ async def test_orders_do_not_wait_without_a_bound(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.long
+async def test_too_many_adapters_and_a_slow_disk_are_named_and_end_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written(tmp_path / "a")
+    async with a_pair(tmp_path) as (router, _, d):
+        assert (await order(router, "tuned", "a"))[0] == 200
+        monkeypatch.setattr(d.engine, "adapter_error", None)  # its ranks have not read the files
+        for about, value, told in (
+            ("MAX_RECORDS", 1, "this node has 1 adapters, the most allowed"),
+            ("read_adapter", partial(read_adapter, deadline_s=0.0), "the disk is too slow"),
+            ("ENGINE_DEADLINE_S", 0.0, "the engine has not loaded it within 0 s"),
+        ):
+            with monkeypatch.context() as patch:
+                patch.setattr(node_adapters, about, value)
+                status, answer = await order(router, "more", "a" if about != "ENGINE_DEADLINE_S" else "b")
+            assert (status, told in answer["error"]["message"]) == (400, True), answer
+            assert (await ask(router, "tuned"))[0] == 200
+            assert (await ask(router, "more"))[0] == 404
+            written(tmp_path / "b", "two")
+        monkeypatch.setattr(d.engine, "adapter_error", "")
+        assert (await order(router, "more", "b"))[0] == 200, "nothing is left of them"
+
+
+@pytest.mark.long
 async def test_a_node_with_the_adapter_of_before_gets_no_request_of_the_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -107,6 +135,52 @@ async def test_a_node_with_the_adapter_of_before_gets_no_request_of_the_name(
             for _ in range(4):
                 assert (await ask(router, "tuned"))[0] == 200
         assert (len(d.engine.requests), len(stale.engine.requests)) == (8, 0)
+
+
+@pytest.mark.long
+async def test_an_unloaded_adapter_is_not_served_by_a_node_that_was_not_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It stood still during the unload, so it lists the name and would answer."""
+    written(tmp_path / "a")
+    async with (
+        a_node(tmp_path, "d") as d,
+        a_node(tmp_path, "d2") as stale,
+        serving(decode=[d, stale], admin_endpoints="open") as router,
+    ):
+        await followed(router, d, stale)
+        assert (await order(router, "tuned", "a"))[0] == 200
+        table = router.services.table
+        kept, second = dict(table.nodes[1].adapters or {}), table.nodes[1]
+        monkeypatch.setattr(AdapterTable, "lacking", lambda table, adapters: ())  # no keeper tells it meanwhile
+        second.reachable = False
+        assert (await order(router, "tuned"))[0] == 200
+        assert stale.state.adapters.digest_of("tuned"), "it was not told"
+        second.reachable = True
+        assert table.healthy([Role.DECODE], "demo") == list(table.nodes)
+        for again in ("as before", "its list of models is read again", "its feed is read again"):
+            if again == "its list of models is read again":
+                table.tell_adapters(second, None)
+                table.set_models(second, frozenset(("demo", "tuned")), frozenset(("tuned",)))
+            elif again == "its feed is read again":
+                table.tell_adapters(second, kept.values(), is_whole=True)
+            assert (await ask(router, "tuned"))[0] == 404, again
+            assert table.known_name("tuned") == "", again
+        assert not stale.engine.requests
+        assert (await order(router, "tuned", "a"))[0] == 200
+        for _ in range(4):
+            assert (await ask(router, "tuned"))[0] == 200
+        assert stale.engine.requests, "it was told of the new one"
+
+
+def test_a_model_may_have_the_name_of_an_adapter_that_was_unloaded() -> None:
+    table = NodeTable(RouterConfig(decode=("http://127.0.0.1:1",)), lambda: 0.0)
+    (node,) = table.nodes
+    table.set_models(node, frozenset(("demo", "tuned")), frozenset(("tuned",)))
+    table.learn(AdapterRecord("tuned", stamp=5))
+    assert node.models == frozenset(("demo",))
+    table.set_models(node, frozenset(("demo", "tuned")))
+    assert node.models == frozenset(("demo", "tuned"))
 
 
 def test_a_name_that_was_forgotten_as_unloaded_does_not_come_back(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
+import logging
 import math
 import random
 import time
@@ -14,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 import orjson
 
-from pd_http.endpoints import LOAD_PATH
+from pd_http.endpoints import LOAD_PATH, UNLOAD_PATH
 from tests.deadlines import HANG_S
 from tests.security.chaos_load import COMPLETIONS, ROUTES, TIE
 
@@ -23,10 +25,17 @@ if TYPE_CHECKING:
 
     from tests.security.chaos_storm import Event
 
+logger = logging.getLogger(__name__)
 NUM_TOKENS = 16
 PAUSE_S = 0.3  # after an error, and between orders
 ORDER_DEADLINE_S = 60.0
 TRIES = 40
+TOLD_EVERY = 100  # requests between two lines of the log
+# The second: while a node that the router has not seen yet might serve the name
+ABSENT = ("404 model_not_found", "503 no_healthy_node")
+UNLOADED = ""  # in place of a content
+UNLOADED_SHARE = 0.15  # of orders
+WHOLE_SHARE = 0.3  # of requests; the others are streamed
 Texts = dict[tuple[str, int], str]  # by content and prompt
 
 
@@ -109,6 +118,18 @@ class AdapterLoad:
         self.events: list[Event] = []
         self.counts: Counter[str] = Counter()
         self.wrong: list[str] = []
+        self.seconds: list[float] = []  # of each request, with all of its tries
+        self._begun_s = time.monotonic()
+
+    @property
+    def told(self) -> dict[str, Any]:
+        """For the log."""
+        ranked = sorted(self.seconds) or [0.0]
+        seconds = {f"p{part}": round(ranked[len(ranked) * part // 100], 2) for part in (50, 90, 99)}
+        return {
+            "requests": len(self.seconds), "took_s": round(time.monotonic() - self._begun_s), "s_each": seconds,
+            "slowest_s": round(ranked[-1], 1), **dict(sorted(self.counts.items())), "num_wrong": len(self.wrong),
+        }  # fmt: skip
 
     def streams_on(self, member: str) -> int:
         """For the storm."""
@@ -125,44 +146,65 @@ class AdapterLoad:
             self._is_over.set()
             await orders
 
+    async def load_all(self, session: aiohttp.ClientSession, contents: Sequence[str]) -> None:
+        """Give each name a content, though nodes may be away."""
+        for name, content in zip(sorted(self.names.meanings), contents, strict=False):
+            for _ in range(TRIES):
+                if await self.order(session, name, content):
+                    break
+                await asyncio.sleep(4 * PAUSE_S)  # nodes keep what a dead router had them prepare for YIELDS_S
+            else:
+                self.wrong.append(f"{name}: not loaded in {TRIES} tries")
+
     async def order(self, session: aiohttp.ClientSession, name: str, content: str) -> bool:
-        """Load `content` under `name`. Whether it succeeded; if not, the name may mean either."""
+        """Load `content` under `name`, or unload it. Whether it succeeded; if not, the name may mean either."""
         meaning, router = self.names.begin(name, content), self._rng.choice(sorted(self._routers))
-        body = {"lora_name": name, "lora_path": content, "load_inplace": True}
+        body = {"lora_name": name} | ({"lora_path": content, "load_inplace": True} if content else {})
+        path = LOAD_PATH if content else UNLOAD_PATH
         try:
             async with (
                 asyncio.timeout(ORDER_DEADLINE_S),
-                session.post(self._routers[router] + LOAD_PATH, json=body) as answer,
+                session.post(self._routers[router] + path, json=body) as answer,
             ):
                 status, told = answer.status, await answer.text()
         except (TimeoutError, aiohttp.ClientError, OSError) as error:
             status, told = 0, repr(error)
-        self.counts[f"order {status}"] += 1
+        self.counts[f"{'order' if content else 'unload'} {status}"] += 1
         if status == 200:
             self.names.decide(name, meaning)
-        elif status not in (0, 409, 502, 503):
+        elif status not in (0, 409, 502, 503) and not (status == 404 and not content):  # it may be unloaded already
             self.wrong.append(f"order {name}={content} at {router}: {status} {told[:300]}")
         return status == 200
 
     async def _give_orders(self, session: aiohttp.ClientSession, contents: Sequence[str]) -> None:
         names = sorted(self.names.meanings)
         while not self._is_over.is_set():
-            await self.order(session, self._rng.choice(names), self._rng.choice(contents))
+            name, is_load = self._rng.choice(names), self._rng.random() >= UNLOADED_SHARE
+            if not is_load:
+                await self.order(session, name, UNLOADED)
+                await asyncio.sleep(self._rng.uniform(0, 2 * PAUSE_S))
+            await self.order(session, name, self._rng.choice(contents))
             await asyncio.sleep(self._rng.uniform(0, 2 * PAUSE_S))
 
     async def _client(self, session: aiohttp.ClientSession) -> None:
         names = [*sorted(self.names.meanings), self._base]
         for _ in self._left:
             name, number = self._rng.choice(names), self._rng.choice(self._numbers)
+            begun_s = time.monotonic()
             for _ in range(TRIES):
-                if await self._asked(session, name, number):
+                ending = await self._asked(session, name, number)
+                if ending == "ok":
                     break
+                name = self._rng.choice(names) if ending == "absent" else name
                 await asyncio.sleep(PAUSE_S)
             else:
                 self.wrong.append(f"{name}: no answer in {TRIES} tries")
+            self.seconds.append(time.monotonic() - begun_s)
+            if len(self.seconds) % TOLD_EVERY == 0:
+                logger.info("%s", json.dumps(self.told))
 
-    async def _asked(self, session: aiohttp.ClientSession, name: str, number: int) -> bool:
-        """One try. Whether it was answered to its end."""
+    async def _asked(self, session: aiohttp.ClientSession, name: str, number: int) -> str:
+        """One try. How it ended: "ok", "absent" if the name may mean nothing, or why not."""
         begun_s, router = time.monotonic(), self._rng.choice(sorted(self._routers))
         stream = _Stream(router, "")
         self._streams.add(stream)
@@ -172,22 +214,24 @@ class AdapterLoad:
             ending = type(error).__name__
         finally:
             self._streams.discard(stream)
+        allowed = {self._base} if name == self._base else self.names.during(name, begun_s, time.monotonic())
+        if ending in ABSENT and UNLOADED in allowed:
+            ending = "absent"
         self.counts[ending] += 1
-        now_s = time.monotonic()
-        allowed = {self._base} if name == self._base else self.names.during(name, begun_s, now_s)
-        expected = {self._texts[content, number] for content in allowed}
-        is_right = stream.text in expected if ending == "ok" else any(one.startswith(stream.text) for one in expected)
-        if not is_right:
+        expected = {self._texts[content, number] for content in allowed - {UNLOADED}}
+        begins = not stream.text or any(one.startswith(stream.text) for one in expected)
+        if not (stream.text in expected if ending == "ok" else begins):
             of = [content for (content, n), text in self._texts.items() if n == number and text == stream.text]
             meanwhile = [f"{one.member} {one.fault}" for one in self.events if one.over_s >= begun_s]
-            self.wrong.append(f"{name} at {router} -> {stream.decode}: of {of}, not {allowed}; meanwhile {meanwhile}")
-        return ending == "ok"
+            self.wrong.append(f"{name} at {router} -> {stream.decode}: {ending}, of {of}, not {allowed}; {meanwhile}")
+        return ending
 
     async def _read(self, session: aiohttp.ClientSession, stream: _Stream, name: str, prompt: list[int]) -> str:
         """How it ended: "ok", or why not."""
         headers = {"x-pd-route": route} if (route := self._rng.choice(ROUTES)) else {}
         more = {"cache_salt": str(self._rng.random())} if self._rng.random() < 0.3 else {}
-        body = _body(name, prompt) | {"stream": True} | more
+        is_streamed = self._rng.random() >= WHOLE_SHARE
+        body = _body(name, prompt) | {"stream": is_streamed} | more
         async with (
             asyncio.timeout(ORDER_DEADLINE_S),
             session.post(self._routers[stream.router] + COMPLETIONS, json=body, headers=headers) as answer,
@@ -195,13 +239,22 @@ class AdapterLoad:
             stream.decode = answer.headers.get("x-pd-decode", "")
             if answer.status != 200:
                 return f"{answer.status} {orjson.loads(await answer.read())['error'].get('code')}"
-            ending = "cut"
-            async for line in answer.content:
-                if line.startswith(b"data: ") and line.strip() != b"data: [DONE]":
-                    told = orjson.loads(line[6:])
-                    if "error" in told:
-                        return "broken"
-                    for choice in told["choices"]:
-                        stream.text += choice["text"]
-                        ending = "ok" if choice["finish_reason"] == "length" else ending
-            return ending
+            if not is_streamed:
+                return _take(stream, orjson.loads(await answer.read()))
+            endings = [
+                _take(stream, orjson.loads(line[6:]))
+                async for line in answer.content
+                if line.startswith(b"data: ") and line.strip() != b"data: [DONE]"
+            ]
+            return "broken" if "broken" in endings else endings[-1] if endings else "cut"
+
+
+def _take(stream: _Stream, told: dict[str, Any]) -> str:
+    """Add what a chunk or a whole answer has. How it would end if nothing more came."""
+    if "error" in told:
+        return "broken"
+    ending = "cut"
+    for choice in told["choices"]:
+        stream.text += choice["text"]
+        ending = "ok" if choice["finish_reason"] == "length" else "cut"
+    return ending

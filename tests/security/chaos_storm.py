@@ -125,6 +125,7 @@ class Storm:
         self._load = load
         self._seed = seed
         self._end_s = 0.0
+        self.ended: list[str] = []  # nodes that no fault has ended; they are started again
 
     async def rage(self, seconds: float) -> None:
         """Until the time is over and all that was hit serves again."""
@@ -134,6 +135,8 @@ class Storm:
             for number, pair in enumerate(pairs):
                 group.create_task(self._disturb_nodes(pair, random.Random(self._seed * 10 + number)))
             group.create_task(self._disturb_routers(random.Random(self._seed * 10 + 9)))
+        for node in self._nodes:
+            await self._start_if_ended(node)
 
     def end(self) -> None:
         """No further fault; `rage` mends what was hit."""
@@ -143,8 +146,13 @@ class Storm:
         for node, fault in self._order(list(itertools.product(pair, NODE_FAULTS)), rng):
             await self._wait_busy(node.name, rng)
             async with asyncio.timeout(MEND_DEADLINE_S + DRAIN_S):
+                for one in pair:
+                    await self._start_if_ended(one)
                 event = self._begin(node.name, fault)
-                await _break_node(node, fault, rng)
+                try:
+                    await _break_node(node, fault, rng)
+                except psutil.NoSuchProcess:  # its engine has died, and the node is about to end
+                    await asyncio.to_thread(node.process.wait, END_DEADLINE_S)
                 await self._wait_used(node)
             event.over_s = time.monotonic()
 
@@ -186,9 +194,17 @@ class Storm:
         for router in self._routers.values():
 
             async def used(router: RouterMember = router) -> bool:
+                await self._start_if_ended(node)
                 return await _uses(router, node)
 
             await until(used, f"{node.name} is used again", MEND_DEADLINE_S)
+
+    async def _start_if_ended(self, node: StormNode) -> None:
+        """A node that no fault has ended. The end of the storm tells it."""
+        if not node.is_running:
+            self.ended.append(f"{node.name} has ended by itself with {node.process.returncode}")
+            logger.error("%s:\n%s", self.ended[-1], node.process.output)
+            await asyncio.to_thread(node.start_again)
 
 
 def router_answers(router: RouterMember) -> Callable[[], Awaitable[bool]]:

@@ -81,6 +81,7 @@ async def test_chaos(capsys: pytest.CaptureFixture[str]) -> None:
             sys.stdout.write(f"\n{json.dumps(report(load, leaked))}\n")
         await asyncio.gather(*(asyncio.to_thread(node.end) for node in nodes))
     assert load.tally.wrong == []
+    assert storm.ended == []
     assert leaked == {}
     assert sum(event.streams for event in load.events) >= MIN_STREAMS, "too few streams were under way on what was hit"
     if SECONDS >= FULL_S:

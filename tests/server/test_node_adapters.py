@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 import time
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
+import huggingface_hub
 import msgspec
 import pytest
 
@@ -165,6 +168,38 @@ async def test_a_second_order_for_a_name_waits_for_the_end_of_the_first(tmp_path
         assert (await give(node, "prepare", second))[1]["code"] == "adapter_conflict"
 
 
+async def test_a_later_order_takes_the_place_of_one_without_an_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its router has died between prepare and hold. If it only was slow, its hold is obeyed, by its stamp."""
+    written(tmp_path / "a")
+    written(tmp_path / "b", "two")
+    monkeypatch.setattr(node_adapters, "YIELDS_S", 0.0)
+    async with a_node(tmp_path) as node:
+        _, first = await give(node, "prepare", AdapterRecord("tuned", "a", stamp=5))
+        assert (await give(node, "prepare", AdapterRecord("tuned", "b", stamp=4)))[0] == 409, "it is older"
+        status, second = await give(node, "prepare", AdapterRecord("tuned", "b", stamp=6))
+        assert (status, UnloadAdapter(first.digest) in node.engine.sent) == (200, True)
+        assert await give(node, "hold", first) == (200, first)
+        assert await give(node, "hold", second) == (200, second)
+        assert await give(node, "hold", first) == (200, second)
+        assert node.engine.sent.count(LoadAdapter(second.digest, str(tmp_path / "b"))) == 1, "it was prepared"
+
+
+async def test_a_load_ends_with_its_engine(tmp_path: Path) -> None:
+    written(tmp_path / "a")
+    async with a_node(tmp_path) as node:
+        node.engine.adapter_error = None
+        loading = asyncio.create_task(give(node, "prepare", AdapterRecord("tuned", "a", stamp=5)))
+        async with asyncio.timeout(HANG_S):
+            while not any(isinstance(one, LoadAdapter) for one in node.engine.sent):  # noqa: ASYNC110
+                await asyncio.sleep(0)
+        node.engine.is_alive = False
+        status, error = await asyncio.wait_for(loading, HANG_S)
+        assert (status, error["code"]) == (503, "engine_died")
+        assert not node.state.adapters._pending
+
+
 async def test_a_prepare_of_a_dead_router_ends_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written(tmp_path / "a")
     monkeypatch.setattr(node_adapters, "PENDING_S", 0.0)
@@ -321,6 +356,17 @@ def test_a_start_names_what_is_wrong_with_its_adapters(tmp_path: Path) -> None:
     ):
         with pytest.raises(StartupError, match=message):
             named_directories(given)
+
+
+def test_a_full_disk_is_named_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only adapters of a hub are written."""
+
+    def full(*_: object, **__: object) -> str:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", full)
+    with pytest.raises(StartupError, match=r"owner/tuned.*No space left on device"):
+        named_directories(("one=owner/tuned",))
 
 
 async def test_metrics_name_adapters_up_to_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

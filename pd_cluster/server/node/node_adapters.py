@@ -4,7 +4,8 @@
     hold        the record becomes the name's; one that is older than the name's changes nothing
     drop        ends a prepare
 
-A prepared record is forgotten after PENDING_S: its router has died. docs/adapters.md says what routers do.
+A prepared record is forgotten after PENDING_S, and for a later order after YIELDS_S: its router has died.
+docs/adapters.md says what routers do.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from pd_cluster.adapters.adapter_bytes import read_adapter
-from pd_cluster.errors import AdapterConflict, BadAdapter, StartupError
+from pd_cluster.errors import AdapterConflict, BadAdapter, EngineLost, StartupError
 from pd_cluster.protocol.orders import AdapterLoaded, LoadAdapter, UnloadAdapter
 from pd_connectors.protocol.adapters import (
     MAX_PATH_CHARS,
@@ -41,9 +42,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("pd_cluster.server")
 PENDING_S = 600.0  # more than a router's order takes to all nodes
+YIELDS_S = 30.0  # from a prepare until a later order takes its place: its router may have died
 # After a name has another adapter: requests that found the one before are then at the engine, which lets them end
 REPLACED_S = 10.0
 ENGINE_DEADLINE_S = 130.0  # for every rank to read the files: READ_DEADLINE_S and some seconds
+LOOK_EVERY_S = 0.2  # between two looks at an engine that loads an adapter
 
 
 class NodeAdapters:
@@ -125,10 +128,13 @@ class NodeAdapters:
         self._check(record)
         if not newer(self._records, record):
             raise AdapterConflict(f"a newer order about the adapter {record.name!r} has been obeyed")
+        if (other := self._pending.get(record.name)) is not None and other[0].stamp != record.stamp:
+            age_s = asyncio.get_running_loop().time() + PENDING_S - other[1].when()
+            if age_s < YIELDS_S or record.stamp < other[0].stamp:
+                raise AdapterConflict(f"another order about the adapter {record.name!r} is under way")
+            self.drop(other[0])  # if its router lives, its hold reads the files again
         if record.name not in self._pending:
             self._pend(record)
-        elif self._pending[record.name][0].stamp != record.stamp:
-            raise AdapterConflict(f"another order about the adapter {record.name!r} is under way")
         try:
             async with self._loaded(record) as found:
                 pending = self._pending.get(record.name)
@@ -230,7 +236,11 @@ class NodeAdapters:
         self._engine.send(order)
         try:
             async with asyncio.timeout(ENGINE_DEADLINE_S):
-                error = await answer
+                while not answer.done():
+                    if not self._engine.alive:  # else the end of this process cancels what waits here
+                        raise EngineLost("the engine has died while it read an adapter")
+                    await asyncio.wait((answer,), timeout=LOOK_EVERY_S)
+            error = answer.result()
         except TimeoutError:
             error = f"the engine has not loaded it within {ENGINE_DEADLINE_S:g} s"
         if error:

@@ -149,7 +149,7 @@ class ClusterAdapters:
 
     async def _hold(self, nodes: Sequence[Node], record: AdapterRecord) -> None:
         """Decided: what does not reach a node now reaches it by the keepers. Raises AdapterConflict, PdError."""
-        self._s.table.adapters.learn(record)
+        self._s.table.learn(record)
         reads = [node for node in nodes if node.role is Role.PREFILL]
         held = await self._all(reads, "hold", record)
         held += await self._all([node for node in nodes if node not in reads], "hold", record)

@@ -26,10 +26,11 @@ class AdapterTable:
         self._ended = set[str]()  # names of which it has known a meaning that is another now, or none
         self._forgotten = 0  # the highest stamp of such a name that is not among the records any more
 
-    def learn(self, record: AdapterRecord) -> None:
-        """Keep the record if it is the newest of its name, and there are not too many."""
+    def learn(self, record: AdapterRecord) -> bool:
+        """Keep the record if it is the newest of its name, and there are not too many. -> Whether it is kept."""
         may_add = len(self._records) < 2 * MAX_RECORDS and not self._is_forgotten(record)
-        if newer(self._records, record) and (record.name in self._records or may_add):
+        is_kept = newer(self._records, record) and (record.name in self._records or may_add)
+        if is_kept:
             if self.find(record.name) is not None:
                 self._ended.add(record.name)
             self._records[record.name] = record
@@ -38,6 +39,7 @@ class AdapterTable:
             if highest and (gone := self._ended - self._records.keys()):
                 self._ended -= gone
                 self._forgotten = max(self._forgotten, highest)
+        return is_kept
 
     def _is_forgotten(self, record: AdapterRecord) -> bool:
         """Of a node that was away when the name was unloaded, and 1,000 others after it."""
@@ -52,6 +54,11 @@ class AdapterTable:
         """The record of a name that means an adapter now."""
         record = self._records.get(name or "")
         return record if record is not None and record.is_live else None
+
+    def is_unloaded(self, name: str) -> bool:
+        """Whether the name means no adapter any more, whatever nodes say that have not been told."""
+        record = self._records.get(name)
+        return record is not None and not record.is_live
 
     def next_stamp(self, now_s: float) -> int:
         """Higher than that of each record. `now_s`: wall clock."""

@@ -126,12 +126,18 @@ class NodeTable:
         node.adapters = {} if is_whole or node.adapters is None else node.adapters
         for state in states:
             node.adapters[state.record.name] = state
-            self.adapters.learn(state.record)
+            self.learn(state.record)
         self._set_names(node, node.base_models)
+
+    def learn(self, record: AdapterRecord) -> None:
+        """Note what a name means. No node serves one that was unloaded: those that stood still are told later."""
+        if self.adapters.learn(record) and not record.is_live:
+            for node in self.nodes:
+                self._set_names(node, node.models)
 
     def tell_answer(self, node: Node, record: AdapterRecord) -> None:
         """Note what the node has answered to an order. Its feed may have said as much before, and where it lies."""
-        self.adapters.learn(record)
+        self.learn(record)
         if node.adapters is None:  # it has said nothing of the others
             if node.models is not None and record.is_live:
                 self._set_names(node, node.models | {record.name})
@@ -155,6 +161,9 @@ class NodeTable:
     def _set_names(self, node: Node, names: frozenset[str] | None) -> None:
         if names is not None and node.adapters is not None and node.base_models is not None:
             names = node.base_models.union(name for name, one in node.adapters.items() if one.record.is_live)
+        if names is not None:
+            ended = (name for name in names if self.adapters.is_unloaded(name))
+            names = names.difference(name for name in ended if name not in (node.base_models or ()))
         has_changed, node.models = names != node.models, names
         if has_changed:
             self._forget_lengths()
