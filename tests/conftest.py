@@ -7,14 +7,8 @@ import gc
 import os
 from typing import TYPE_CHECKING, Any
 
-import httpx
-import httpx._config as httpx_config
-import httpx._transports.default as httpx_transport
 import pytest
-from hypothesis import HealthCheck, settings
 
-from pd_cluster.launch import cli
-from tests.cluster import Launcher
 from tests.deadlines import HANG_S, SLOW_HANG_S
 from tests.kept_environment import kept_environment
 from tests.kept_process import kept_process, let_children_hear_hangups
@@ -24,20 +18,29 @@ if TYPE_CHECKING:
     import ssl
     from collections.abc import Generator, Iterator
 
+    from tests.cluster import Launcher
     from tests.integration.system import System
 
 YOUNG_OBJECTS = 10_000  # before a search for garbage: after 700, as by default, these took 1.5% of the tests' CPU
 pytest_plugins = ["tests.recorded_runs", "tests.work_queue", "tests.forked_workers"]
 
-# By default an example may take 0.2 s of wall time, one of 0.02 s took 0.6 s on a busy machine, and to draw ten of them
-# a second
-settings.register_profile("busy machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("busy machine")
+
+def _hypothesis_on_a_busy_machine() -> None:
+    """By default an example may take 0.2 s of wall time, and to draw ten of them a second.
+
+    One of 0.02 s took 0.6 s on a busy machine.
+    """
+    from hypothesis import HealthCheck, settings
+
+    settings.register_profile("busy machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("busy machine")
 
 
 @functools.cache
 def _shared_context(trust_env: bool, *files: str | None) -> ssl.SSLContext:
     """`files`: the variables that name other authorities than httpx' own."""
+    import httpx
+
     return httpx.create_ssl_context(trust_env=trust_env)
 
 
@@ -48,19 +51,33 @@ def _ssl_context(verify: Any = True, cert: Any = None, trust_env: bool = True) -
     """
     if verify is True and cert is None:
         return _shared_context(trust_env, os.environ.get("SSL_CERT_FILE"), os.environ.get("SSL_CERT_DIR"))
+    import httpx
+
     return httpx.create_ssl_context(verify, cert, trust_env)
 
 
-assert hasattr(httpx_transport, "create_ssl_context")
-httpx_transport.create_ssl_context = _ssl_context  # it imports the name
+def _patient_httpx() -> None:
+    """Its own 5 s are no guard against a hang: a busy machine reaches them."""
+    import httpx._config as httpx_config
+    import httpx._transports.default as httpx_transport
 
-# httpx' own 5 s are no guard against a hang: a busy machine reaches them
-for _part in ("connect", "read", "write", "pool"):
-    assert getattr(httpx_config.DEFAULT_TIMEOUT_CONFIG, _part) == 5.0
-    setattr(httpx_config.DEFAULT_TIMEOUT_CONFIG, _part, HANG_S)
+    assert hasattr(httpx_transport, "create_ssl_context")
+    httpx_transport.create_ssl_context = _ssl_context  # it imports the name
+    for part in ("connect", "read", "write", "pool"):
+        assert getattr(httpx_config.DEFAULT_TIMEOUT_CONFIG, part) == 5.0
+        setattr(httpx_config.DEFAULT_TIMEOUT_CONFIG, part, HANG_S)
 
 
-cli.build_parser = functools.cache(cli.build_parser)  # 30 ms of CPU for each command that a test calls
+def _one_parser() -> None:
+    """To build it takes 30 ms of CPU for each command that a test calls."""
+    from pd_cluster.launch import cli
+
+    cli.build_parser = functools.cache(cli.build_parser)
+
+
+def _only_starts_workers(config: pytest.Config) -> bool:
+    """Whether workers of pytest-xdist run the tests. They wait until this process has started: 0.7 s of imports."""
+    return config.getoption("dist", "no") != "no" and not hasattr(config, "workerinput")
 
 
 @pytest.hookimpl(wrapper=True)
@@ -75,6 +92,9 @@ def pytest_collection() -> Generator[None, object, object]:
 
 def pytest_configure(config: pytest.Config) -> None:
     let_children_hear_hangups()
+    if not _only_starts_workers(config):
+        for set_up in (_hypothesis_on_a_busy_machine, _patient_httpx, _one_parser):
+            set_up()
     gc.set_threshold(YOUNG_OBJECTS, *gc.get_threshold()[1:])
     config.addinivalue_line("markers", "needs_mooncake: skipped where Mooncake cannot be used")
 
@@ -136,6 +156,8 @@ def own_environment(environment_of_file: None) -> Iterator[None]:
 @pytest.fixture
 def launcher() -> Iterator[Launcher]:
     """Starts `pd-cluster` processes; they are stopped after the test, which fails when one leaves a process behind."""
+    from tests.cluster import Launcher
+
     with Launcher() as launcher:
         yield launcher
 

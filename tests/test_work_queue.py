@@ -64,6 +64,18 @@ def test_files_that_share_a_cluster_are_one_group(tmp_path: Path) -> None:
     assert shared.group("not/there.py") == "not/there.py"
 
 
+def test_files_of_folders_are_read_ahead(tmp_path: Path) -> None:
+    folder = tmp_path / "tests" / "deep"
+    folder.mkdir(parents=True)
+    (folder / "conftest.py").write_text(CONFTEST)
+    (folder / "test_uses.py").write_text(FILES["test_uses.py"])
+    shared = SharedFixtures(tmp_path)
+    shared.read_ahead(["tests/deep", "tests/deep/test_later.py::one", "elsewhere", "/proc/self/fdinfo"])
+    (folder / "test_uses.py").unlink()
+    (folder / "test_later.py").write_text(FILES["test_uses_part.py"])
+    assert {shared.group(f"tests/deep/{name}.py") for name in ("test_uses", "test_later")} == {"tests/deep: cluster"}
+
+
 def test_groups_take_the_sum_of_their_files(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(work_queue, "seconds_by_file", lambda: {"a.py": 3.0, "b.py": 4.5})
     groups = {"both": ["a.py::one", "a.py::two", "b.py::one"], "new": ["c.py::one[x::y]"]}

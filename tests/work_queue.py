@@ -19,7 +19,7 @@ import pytest
 from tests.recorded_runs import seconds_by_file
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
 try:
     from xdist.scheduler import LoadScopeScheduling
@@ -40,6 +40,7 @@ class SharedFixtures:
 
     def __init__(self, root: Path) -> None:
         self._root = root
+        self._groups: dict[str, str] = {}
 
     @cached_property
     def _by_folder(self) -> dict[Path, dict[str, str]]:
@@ -48,6 +49,19 @@ class SharedFixtures:
 
     def group(self, file: str) -> str:
         """A name that all files have which share what the first such fixture of this file makes; else the file's."""
+        if file not in self._groups:
+            self._groups[file] = self._read_group(file)
+        return self._groups[file]
+
+    def read_ahead(self, places: Iterable[str]) -> None:
+        """Of the files and folders that pytest is told to run."""
+        for place in places:
+            path = self._root / file_of(place)
+            for file in path.rglob("test_*.py"):  # of a file: none, which is one to be read later
+                if file.is_relative_to(self._root):
+                    self.group(str(file.relative_to(self._root)))
+
+    def _read_group(self, file: str) -> str:
         path = self._root / file
         asked = asked_for(ast.parse(path.read_text())) if path.is_file() else set()
         for folder in path.parents:
@@ -86,17 +100,13 @@ def _is_wide(function: ast.FunctionDef) -> bool:
 class LongestFirst(LoadScopeScheduling):  # type: ignore[misc]
     """Hands a worker that is nearly idle the group of files that is recorded to take longest."""
 
-    def __init__(self, config: pytest.Config, log: Any) -> None:
+    def __init__(self, config: pytest.Config, log: Any, shared: SharedFixtures) -> None:
         super().__init__(config, log)
-        self._shared = SharedFixtures(ROOT)
-        self._groups: dict[str, str] = {}
+        self._shared = shared
         self._seconds: dict[str, float] = {}
 
     def _split_scope(self, nodeid: str) -> str:
-        file = file_of(nodeid)
-        if file not in self._groups:
-            self._groups[file] = self._shared.group(file)
-        return self._groups[file]
+        return self._shared.group(file_of(nodeid))
 
     def remove_node(self, node: Any) -> str | None:
         """Hand out again what a worker that died had not run, and return the test that it died in: that has failed.
@@ -128,6 +138,17 @@ def seconds_of(groups: dict[str, list[str]]) -> dict[str, float]:
     return {group: sum(known.get(file, UNKNOWN_S) for file in mine) for group, mine in files.items()}
 
 
+SHARED = pytest.StashKey[SharedFixtures]()
+
+
+@pytest.hookimpl(optionalhook=True, trylast=True)
+def pytest_xdist_setupnodes(config: pytest.Config) -> None:
+    """Read the files while workers collect: they wait for their work when they have, and to read all takes 0.7 s."""
+    config.stash[SHARED] = shared = SharedFixtures(ROOT)
+    if config.rootpath == ROOT:
+        shared.read_ahead(config.args)
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LongestFirst:
-    return LongestFirst(config, log)
+    return LongestFirst(config, log, config.stash[SHARED])

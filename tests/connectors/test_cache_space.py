@@ -5,6 +5,7 @@ from __future__ import annotations
 from hashlib import blake2b
 from itertools import product
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -26,6 +27,7 @@ def of_key(triple: Triple) -> str:
     return cache_space(adapter, ApiKey(name="n", sha256="", salt=tenant).salted(given_salt))
 
 
+@pytest.mark.long
 @given(TRIPLES, TRIPLES)
 @settings(max_examples=40)
 def test_spaces_of_other_triples_differ(one: Triple, other: Triple) -> None:
@@ -33,6 +35,7 @@ def test_spaces_of_other_triples_differ(one: Triple, other: Triple) -> None:
     assert (of_key(one) == of_key(other)) == (one == other)
 
 
+@pytest.mark.long
 @given(st.tuples(ADAPTERS, SALTS), st.tuples(ADAPTERS, SALTS))
 def test_spaces_without_keys_differ(one: tuple[str, str], other: tuple[str, str]) -> None:
     assert (cache_space(*one) == cache_space(*other)) == (one == other)
@@ -49,6 +52,7 @@ def test_no_character_moves_from_one_part_to_the_next() -> None:
     assert len({of_key(triple) for triple in triples}) == len(triples) > 18_000
 
 
+@pytest.mark.long
 @given(ADAPTERS.filter(bool), SALTS, SALTS)
 def test_a_client_of_the_base_cannot_write_an_adapters_space(adapter: str, salt: str, inner: str) -> None:
     """Also one that knows the digest, and sends the space itself as its salt."""
@@ -58,6 +62,7 @@ def test_a_client_of_the_base_cannot_write_an_adapters_space(adapter: str, salt:
     assert cache_space("other", space) != space
 
 
+@pytest.mark.long
 @given(SALTS.filter(lambda salt: not salt.startswith("\0")))
 def test_the_base_has_the_hashes_of_older_releases(salt: str) -> None:
     """During an upgrade nodes of both releases read each other's blocks."""

@@ -136,6 +136,7 @@ def test_a_search_that_takes_too_long_is_over() -> None:
         assert node.misses() == {"late": 1}
 
 
+@pytest.mark.long
 def test_a_store_that_stands_still_costs_a_deadline_and_is_left_alone() -> None:
     shelf = Shelf()
     hashes = hashes_of(2)

@@ -8,9 +8,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import pytest
 
-from pd_router.watch.health import HealthPoller
-from tests.router.fake_nodes import SILENT
-
 if TYPE_CHECKING:
     from collections.abc import Coroutine
 
@@ -28,6 +25,9 @@ def anyio_backend() -> tuple[str, dict[str, Any]]:
 @pytest.fixture
 def sure_checks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Checks of /health give up those nodes that are silent by order, at once, and no other on a busy machine."""
+    from pd_router.watch.health import HealthPoller  # not above: the process that starts workers imports this file too
+    from tests.router.fake_nodes import SILENT
+
     looked_at: ContextVar[str] = ContextVar("looked_at")
     poll = HealthPoller.poll
 

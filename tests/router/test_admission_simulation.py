@@ -29,6 +29,7 @@ def test_a_quiet_key_hardly_notices_a_greedy_one() -> None:
     assert beside["greedy"].served > 0.75 * unfair["greedy"].served
 
 
+@pytest.mark.long
 def test_a_greedy_key_s_first_requests_do_not_queue_at_the_prefill_node() -> None:
     """They are below its share of the slots, which once let 31 of them pass."""
     world = AdmissionWorld(QUIET, greedy(clients=200, tokens=500), num_slots=64)

@@ -180,6 +180,7 @@ def test_a_queued_token_far_into_its_prompt_takes_longer() -> None:
     assert chosen(nodes).prefills == (p1, p0)
 
 
+@pytest.mark.long
 def test_a_faster_node_gets_more() -> None:
     nodes = table()
     fast, slow = nodes.nodes[:2]

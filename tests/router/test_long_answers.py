@@ -181,6 +181,7 @@ async def test_answers_that_clients_do_not_read_are_counted(path: str, num_parts
         assert (await read(router, path))[0].status == 200
 
 
+@pytest.mark.long
 async def test_bodies_count_until_the_head_of_the_answer() -> None:
     node = FakeNode("mixed", fakes.decode_until_told)
     async with running(node), serving(mixed=[node], start_empty=True) as router:

@@ -63,6 +63,7 @@ def steps_s(num_new: int, num_cached: int) -> float:
     return seconds
 
 
+@pytest.mark.long_cases
 @pytest.mark.parametrize("num_cached", [20_000, 40_000, 60_000])
 @pytest.mark.parametrize("num_new", [1000, 3500, 6000])
 def test_a_decode_node_does_not_take_what_it_serves_three_times_slower(num_new: int, num_cached: int) -> None:
@@ -96,6 +97,7 @@ def test_streams_count_more_for_what_comes_after_many_tokens(
     pytest.fail("its queue was never so long")
 
 
+@pytest.mark.long
 def test_no_few_tokens_more_make_a_fresh_prompt_stay_much_longer() -> None:
     """At 16,384 tokens 20 streams cost it two and a half times as much as at 16,300."""
     made = nodes(PREFILL, replace(DECODE, num_running=20, num_context=20 * 16_000))

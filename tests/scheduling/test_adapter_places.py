@@ -105,6 +105,7 @@ def take_prompts(world: World, parked: list[Request], loads: list[Request]) -> N
             loads.append(request)
 
 
+@pytest.mark.long_cases
 @pytest.mark.parametrize("seed", [*range(6), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(6, 12))])
 def test_random_walk(seed: int) -> None:
     """Short memory, loads, aborts, n > 1, unloads: each answer is right, each chunk finds its adapter."""

@@ -37,6 +37,7 @@ def test_an_answer_goes_on_after_its_known_tokens(n: int, num_known: int) -> Non
     world.check_empty()
 
 
+@pytest.mark.long_cases
 @pytest.mark.parametrize("length", [1, BLOCK_SIZE, 37])
 @pytest.mark.parametrize("num_known", [1, 5, BLOCK_SIZE, 2 * BLOCK_SIZE + 3])
 @pytest.mark.parametrize("depth", [1, 2])

@@ -140,6 +140,7 @@ def test_running_streams_want_no_further_states() -> None:
     assert states == 1
 
 
+@pytest.mark.long_cases
 @pytest.mark.parametrize("kv", ["full+state", "latent+state", "full+window", "full+half state"])
 @pytest.mark.parametrize("length", [5, BLOCK_SIZE, BLOCK_SIZE + 4])
 @pytest.mark.parametrize("num_blocks", [2, 3])

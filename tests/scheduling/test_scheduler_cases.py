@@ -314,6 +314,7 @@ def test_a_swapped_sequence_can_be_aborted() -> None:
     world.check_empty()
 
 
+@pytest.mark.long
 def test_a_stream_of_small_requests_does_not_starve_a_large_one() -> None:
     world = World(num_blocks=8, max_num_seqs=8)
     for index in range(3):

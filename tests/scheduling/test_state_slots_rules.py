@@ -254,6 +254,7 @@ def test_a_state_is_kept_as_far_as_there_is_room_beyond_the_watermark(num_slabs:
     assert (blocks.states.num_saved, blocks.states.num_unsaved) == ((1, 0) if num_slabs > 4 else (0, 1))
 
 
+@pytest.mark.long_cases
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("length", [2 * BLOCK_SIZE, 2 * BLOCK_SIZE + 3])
 def test_answers_of_one_prompt_read_its_state_and_write_their_own(depth: int, length: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -141,10 +142,13 @@ def mixture_s(work: StepWork) -> float:
     return 4e-3 + 0.1e-3 * work.num_decodes + tokens_s
 
 
-MIXTURE = StepModel(
-    [(work, mixture_s(work)) for num in (1, 8, 32) for work in [StepWork(num)]]
-    + [(work, mixture_s(work)) for size in (64, 128, 256, 512, 1024) for work in [StepWork(8, 0, size - 8)]]
-)
+@cache
+def mixture() -> StepModel:
+    """Solved once, and not where tests are collected: 0.1 s."""
+    return StepModel(
+        [(work, mixture_s(work)) for num in (1, 8, 32) for work in [StepWork(num)]]
+        + [(work, mixture_s(work)) for size in (64, 128, 256, 512, 1024) for work in [StepWork(8, 0, size - 8)]]
+    )
 
 
 class Node:
@@ -157,7 +161,7 @@ class Node:
         self.prompts = list(prompts)
         queues = SimpleNamespace(running=self.streams, loaded=[], waiting=self.prompts, num_free_slots=1)
         self.queues = cast("Any", queues)
-        self.budget = StepBudget(targets, MIXTURE, lambda: self.now_s, lambda: 0.0)
+        self.budget = StepBudget(targets, mixture(), lambda: self.now_s, lambda: 0.0)
 
     def step(self) -> None:
         share, num_tokens = self.budget.beside(8, 0, 2048, self.queues), 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from copy import deepcopy
 from dataclasses import replace
+from functools import cache
 from math import inf
 
 import numpy as np
@@ -386,8 +387,13 @@ def prices_of_others(model: StepModel) -> list[float]:
     return [*map(model.seconds, works), model.token_s, model.key_s, float(model.knows_prompts), float(model.revision)]
 
 
+@cache
+def measured_8b() -> StepModel:
+    """Solved once, and not where tests are collected: 0.1 s."""
+    return StepModel(measured("8B"))
+
+
 DRAFTED = st.builds(drafted, st.integers(1, 40), st.integers(1, 16), st.integers(0, 8192))
-MEASURED_8B = StepModel(measured("8B"))
 
 
 @pytest.mark.long
@@ -395,7 +401,7 @@ MEASURED_8B = StepModel(measured("8B"))
 @settings(max_examples=12, deadline=None)
 def test_a_step_with_drafts_changes_no_price_but_those_of_drafts(steps: list[tuple[StepWork, int, float]]) -> None:
     """Exactly, whatever it took, whatever prompts were beside it, and whether steps were measured at start."""
-    for model in (StepModel(), deepcopy(MEASURED_8B)):
+    for model in (StepModel(), deepcopy(measured_8b())):
         before, is_fitted = prices_of_others(model), model.is_fitted
         for work, num_tokens, seconds in steps:
             model.note(replace(work, num_tokens=max(0, num_tokens - 6), num_keys=num_tokens), seconds)

@@ -147,6 +147,7 @@ def test_a_prompt_behind_as_many_tokens_as_long_streams_has_nearly_its_usual_sha
     assert tokens(budget, num_decodes, context) == usual, "a fresh prompt's tokens are not dearer"
 
 
+@pytest.mark.long_cases
 @pytest.mark.parametrize("num_decodes", [1, 2, 5, 8])
 @pytest.mark.parametrize("context", [FAR, 20_000, 40_000, 60_000])
 @pytest.mark.parametrize("role", ["prefill", "decode"])

@@ -117,6 +117,7 @@ def test_prefill_legs_of_one_request_take_turns_with_others() -> None:
     assert sum(client.terminal for client in world.clients.values()) < 10
 
 
+@pytest.mark.long
 def test_a_group_that_waits_is_not_starved_by_those_that_come_later() -> None:
     """A stream of newcomers takes every slot but one from a hog, and that one goes on until all of it is done."""
     world = World(num_blocks=400, max_num_batched_tokens=64, max_waiting=1000, forgets=True)

@@ -133,6 +133,7 @@ async def test_of_several_prompts_usage_says_what_the_node_that_began_each_had_c
     assert len(begun) == 3, "the last cut is after all beginnings"
 
 
+@pytest.mark.long
 async def test_prompts_that_are_only_read_come_once() -> None:
     """With `max_tokens` 0 each choice is its echoed prompt, and ends without a token."""
 

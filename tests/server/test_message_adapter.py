@@ -220,6 +220,7 @@ def test_the_date_of_another_day_in_a_named_template(at_s: float, tokenizer: Any
     assert template.render([said("user", "u")], [TOOL], {}, at_s) == f"{1970 + int(at_s > 0)} u"
 
 
+@pytest.mark.long_cases
 @pytest.mark.parametrize("date", ["strftime_now(day)", "strftime_now(format=day)"])
 @pytest.mark.parametrize("start", ["", "\n", "  {% if true %}a{% endif %}", "{{ '' }} \n\n"])
 def test_the_date_of_another_day_where_the_form_is_in_a_variable(date: str, start: str, tokenizer: Any) -> None:

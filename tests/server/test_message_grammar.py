@@ -239,6 +239,7 @@ def test_a_number_of_a_call_may_be_larger_than_a_float(name: str, tmp_path: Path
     assert called.arguments == '{"a": 1e400}'
 
 
+@pytest.mark.long_cases
 def test_free_text_or_strict_calls(model: Model) -> None:
     grammar = model.write(functions=[("add", ADD)])
     one = model.format
@@ -252,6 +253,7 @@ def test_free_text_or_strict_calls(model: Model) -> None:
     assert (content, [one.name for one in calls]) == ("", ["add"])
 
 
+@pytest.mark.long_cases
 def test_content_of_a_form_or_calls(model: Model) -> None:
     start = model.format.content_start
     if model.format.name == "llama3_json":

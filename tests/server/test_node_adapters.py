@@ -229,6 +229,7 @@ async def test_an_unload_while_the_files_are_read_wins_by_its_stamp(tmp_path: Pa
         assert node.engine.sent[-1] == UnloadAdapter(held.digest)
 
 
+@pytest.mark.long_cases
 @pytest.mark.parametrize(
     ("record", "message"),
     [
@@ -329,6 +330,7 @@ async def test_orders_need_the_key_and_a_directory(tmp_path: Path) -> None:
             assert (await give(node, "prepare", record))[1]["code"] == "bad_adapter"
 
 
+@pytest.mark.long
 async def test_the_feed_tells_what_each_name_means(tmp_path: Path) -> None:
     written(tmp_path / "a")
     async with a_node(tmp_path, f"own={written(tmp_path / 'b', 'two')}") as node, reading(node) as reader:
