@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import random
 from concurrent.futures import ProcessPoolExecutor
@@ -37,7 +36,6 @@ FINE_TOKENS, FINE_NODE_S, FEWEST = 200_000, 250.0, 100
 SHORT, EARLY = 2, 0.8  # so many times fewer for other draws, steps and rates; of them are compared, as more follow
 # Of a long trace, for the coarse model. After each window the better half goes on, FINALISTS at least
 WINDOWS, WINDOW_REQUESTS, FINALISTS = 5, 2_000, 2 * BEST
-FEW_COLLECTIONS = 50_000  # new objects between two searches for garbage: a simulation makes few cycles
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,11 +91,7 @@ def search(
     with ExitStack() as cleanup:
         run: Callable[..., Iterable[Any]] = map
         if workers > 1:
-            pool = cleanup.enter_context(
-                ProcessPoolExecutor(workers, get_context("spawn"), gc.set_threshold, (FEW_COLLECTIONS,))
-            )
-            run = pool.map
-
+            run = cleanup.enter_context(ProcessPoolExecutor(workers, get_context("spawn"))).map
         totals = dict[str, int]()
 
         def all_of(what: str, call: Callable[..., Any], *columns: Iterable[Any]) -> list[Any]:

@@ -176,7 +176,16 @@ BAD = {
     "a plan needs --slo-ttft-ms": f"plan --gpus 2{LOAD}",
     "--slo-tpot-ms 1 cannot be met: a request alone takes 4.": f"{PLAN}{LOAD} --slo-tpot-ms 1",
     "--slo-ttft-ms 5 cannot be met": f"{PLAN}{LOAD} --slo-ttft-ms 5",
-    "--gpus and --gpus-per-host must be": f"{PLAN}{LOAD} --gpus 0",
+    "comes before the one above it, after 1 requests": f"{PLAN} --trace back.csv",
+    "timeless.jsonl cannot be read as a trace": f"{PLAN} --trace timeless.jsonl",
+    "ValueError: -4 is not a number of tokens": f"{PLAN} --trace negative.csv",
+    "--num-requests -1 is below 0": f"{PLAN} --trace one.csv --num-requests -1",
+    "or both, above 0": f"{PLAN}{LOAD} --slo-ttft-ms inf",
+    "--gpus, --gpus-per-host and --tp must be": f"{PLAN}{LOAD} --gpus 0",
+    "and --tp must be at least 1": f"{PLAN}{LOAD} --tp 0",
+    "a number of ranks, or a limit of a node, that is not": f"{PLAN}{LOAD} --table tp0.json",
+    "--json none/plan.json: there is no directory none": f"{PLAN}{LOAD} --json none/plan.json",
+    "--plot none/plan.png: there is no directory none": f"{PLAN}{LOAD} --plot none/plan.png",
     "3 ranks cannot share the 8 KV heads": f"{PLAN}{LOAD} --tp 3",
     "there is no step table of 8b with --tp 2": f"{PLAN}{LOAD} --tp 2",
     "nodes of 4 ranks have no room on 2 GPUs": f"{PLAN}{LOAD} --table tp4.json",
@@ -184,7 +193,7 @@ BAD = {
     "the step tables are of 8b, not of 30b-a3b-fp8": f"{PLAN}{LOAD} --model 30b-a3b-fp8 --table tp4.json",
     "the step table none.json cannot be read": f"{PLAN}{LOAD} --table none.json",
     "is not a step table": f"{PLAN}{LOAD} --table bad.jsonl",
-    "does not fit: a node of 1 ranks holds": f"{PLAN}{LOAD} --in 900000",
+    "does not fit: a node of --tp 1 holds": f"{PLAN}{LOAD} --in 900000",
     "--attainment 2 is not": f"{PLAN}{LOAD} --attainment 2",
 }
 
@@ -199,6 +208,10 @@ def test_bad_input_is_one_sentence_and_status_2(
     (tmp_path / "bad.jsonl").write_text('{"timestamp": 1}\n')
     (tmp_path / "empty.csv").write_text(head)
     (tmp_path / "one.csv").write_text(head + row.format(4))
+    (tmp_path / "back.csv").write_text(head + row.format(4) + row.format(4).replace("18:17", "18:16"))
+    (tmp_path / "negative.csv").write_text(head + row.format(-4))
+    (tmp_path / "timeless.jsonl").write_text('{"timestamp": NaN, "input_length": 4, "output_length": 5}\n')
+    (tmp_path / "tp0.json").write_bytes(msgspec.structs.replace(TABLE, tp=0).to_json())
     (tmp_path / "tp4.json").write_bytes(msgspec.structs.replace(TABLE, tp=4).to_json())
     assert main(shlex.split(BAD[problem])) == 2
     [line] = capsys.readouterr().err.splitlines()
