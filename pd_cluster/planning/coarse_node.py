@@ -6,6 +6,7 @@ What a step has of prompts is what `StepBudget` gives them, with the model that 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from heapq import heappop, heappush, nsmallest
 from math import ceil, exp, inf
 from typing import TYPE_CHECKING, NamedTuple
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from pd_cluster.planning.device import Device
     from pd_cluster.scheduling.targets import Targets
 
-ROUGH_S = 5e-5  # of a step: times that are nearer are not told apart
+ROUGH_S = 1e-5  # of a step: times that are nearer are not told apart
 
 
 class CoarseDevice:
@@ -32,33 +33,21 @@ class CoarseDevice:
     def __init__(self, device: Device) -> None:
         self.steps, self.model = device, StepModel(steps_at_start(device))
         self.token_s, self.key_s, self.context_s = self.model.token_s, self.model.key_s, self.model.context_s
-        self._within: dict[tuple[int, int], int] = {}
-        self._prices: dict[tuple[int, int], float] = {}
-        self._given: dict[tuple[int, int], int] = {}
+        self._within, self._price_s, self.given = cache(self._tokens_within), cache(self._price), cache(self._given)
 
     def within(self, num_streams: int, seconds: float) -> int:
         """`StepModel.tokens_within`."""
-        key = num_streams, int(seconds / ROUGH_S)
-        if key not in self._within:
-            self._within[key] = self.model.tokens_within(num_streams, seconds)
-        return self._within[key]
+        return self._within(num_streams, round(seconds / ROUGH_S))
 
     def pays(self, num_streams: int, num_tokens: int, longest: int, most: float = 1.0) -> bool:
         """Whether each of so many tokens of prompts costs at most `most` times its price in the longest step."""
-        if num_tokens >= longest:
-            return True
-        return self._price_s(num_streams, num_tokens) <= most * self._price_s(num_streams, longest)
+        return num_tokens >= longest or (
+            self._price_s(num_streams, num_tokens) <= most * self._price_s(num_streams, longest)
+        )
 
     def pace(self, num_streams: int, num_tokens: int, share: float) -> float:
         """Tokens of prompts a second, if steps with so many of them have this share of the time."""
         return max(0.0, share) / self._price_s(num_streams, num_tokens)
-
-    def given(self, num_streams: int, most: int) -> int:
-        """The tokens of `budget`."""
-        key = num_streams, most
-        if key not in self._given:
-            self._given[key] = self.budget(num_streams, most).tokens_left
-        return self._given[key]
 
     def budget(self, num_streams: int, most: int) -> PrefillBudget:
         return PrefillBudget.beside(num_streams, self.steps.step_tokens, most, self.keys(num_streams + most))
@@ -67,11 +56,15 @@ class CoarseDevice:
         """That cost as much as a token of a prompt in a step of so many."""
         return max(1, round(self.model.token_s_at(num_tokens) / self.key_s))
 
-    def _price_s(self, num_streams: int, num_tokens: int) -> float:
-        key = num_streams, num_tokens
-        if key not in self._prices:
-            self._prices[key] = self.model.prolonged_s(num_streams, num_tokens) / num_tokens
-        return self._prices[key]
+    def _given(self, num_streams: int, most: int) -> int:
+        """The tokens of this budget."""
+        return self.budget(num_streams, most).tokens_left
+
+    def _price(self, num_streams: int, num_tokens: int) -> float:
+        return self.model.prolonged_s(num_streams, num_tokens) / num_tokens
+
+    def _tokens_within(self, num_streams: int, rough: int) -> int:
+        return self.model.tokens_within(num_streams, rough * ROUGH_S)
 
 
 @dataclass(slots=True, eq=False)
