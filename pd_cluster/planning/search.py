@@ -36,7 +36,7 @@ FINE_TOKENS, FINE_NODE_S, FEWEST = 200_000, 250.0, 100
 SHORT, EARLY = 2, 0.8  # so many times fewer for other draws, steps and rates; of them are compared, as more follow
 # Of a long trace, for the coarse model. After each window the better half goes on, FINALISTS at least
 WINDOWS, WINDOW_REQUESTS = 5, 2_000
-FINALISTS = 10
+FINALISTS = 6
 
 
 @dataclass(frozen=True, slots=True)
