@@ -55,11 +55,11 @@ class BalancedCluster(SimulatedCluster):
         self.changes: list[RoleEvent] = []
         self.told: list[BalanceDecision] = []
 
-    def serve(self, arrivals: Sequence[Arrival]) -> list[Served]:
+    def serve(self, arrivals: Sequence[Arrival], num: int = 0) -> list[Served]:
         self._end_s = arrivals[-1].at_s
         if self._is_balanced:
             self.world.at(PERIOD_S, self._round)
-        return super().serve(arrivals)
+        return super().serve(arrivals, num)
 
     def _route(self, one: Served, name: str) -> None:
         self._served.append(one)

@@ -8,6 +8,7 @@ import json
 import random
 from dataclasses import dataclass, replace
 from datetime import datetime
+from math import inf
 from typing import TYPE_CHECKING
 
 from pd_cluster.errors import StartupError
@@ -75,12 +76,17 @@ def read_trace(path: Path, num_requests: int, max_input: int = 0) -> list[Arriva
     readers = {".csv": _azure, ".jsonl": _mooncake}
     if path.suffix not in readers:
         raise StartupError(f"{path} is not a trace: its name must end in .csv or .jsonl")
+    rows = list[Arrival]()
     try:
         with path.open(encoding="utf-8", newline="") as lines:
             fitting = (row for row in readers[path.suffix](lines) if not max_input or row.num_input <= max_input)
-            rows = list(itertools.islice(fitting, num_requests or None))
+            for row in itertools.islice(fitting, num_requests or None):
+                if not row.at_s >= (rows[-1].at_s if rows else -inf):
+                    raise ValueError("a request comes before the one above it")
+                rows.append(row)
     except (KeyError, ValueError, TypeError, AttributeError) as error:
-        raise StartupError(f"{path} cannot be read as a trace: {type(error).__name__}: {error}") from error
+        told = f"{type(error).__name__}: {error}, after {len(rows):,} requests"
+        raise StartupError(f"{path} cannot be read as a trace: {told}") from error
     except OSError as error:
         raise StartupError(f"the trace {path} cannot be read: {error.strerror}") from error
     if not rows:
@@ -122,11 +128,18 @@ def _azure(lines: Iterable[str]) -> Iterable[Arrival]:
         at_s = datetime.fromisoformat(
             row["TIMESTAMP"][:26]
         ).timestamp()  # seven digits after the point; Python reads six
-        yield Arrival(at_s, max(1, int(row["ContextTokens"])), max(1, int(row["GeneratedTokens"])))
+        yield Arrival(at_s, _length(int(row["ContextTokens"])), _length(int(row["GeneratedTokens"])))
 
 
 def _mooncake(lines: Iterable[str]) -> Iterable[Arrival]:
     for line in lines:
         row = json.loads(line)
         blocks = tuple(int(block) for block in row.get("hash_ids", ()))
-        yield Arrival(row["timestamp"] / 1e3, max(1, row["input_length"]), max(1, row["output_length"]), blocks)
+        yield Arrival(row["timestamp"] / 1e3, _length(row["input_length"]), _length(row["output_length"]), blocks)
+
+
+def _length(num_tokens: object) -> int:
+    """At least 1: a request has a token. Raises ValueError."""
+    if type(num_tokens) is not int or num_tokens < 0:
+        raise ValueError(f"{num_tokens!r} is not a number of tokens")
+    return max(1, num_tokens)

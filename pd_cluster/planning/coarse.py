@@ -1,44 +1,35 @@
-"""A second, coarse model of a cluster, for many settings: nodes share their steps as a fluid, from event to event.
+"""A second, coarse model of a cluster, for many settings. What it finds best, the fine model simulates.
 
-It has no blocks, no noise and a simple choice of nodes. A request costs four events, however many tokens it has. What
-it finds best, the fine model (`simulated_cluster.py`) simulates.
+Nodes plan steps as engines do, but those of streams alone many at once; they have no noise and room for all. The choice
+of nodes is the router's sum without caches, feeds that are late, and trials (`pd_router/policy/cost.py`).
 """
 
 from __future__ import annotations
 
 import heapq
-from collections import deque
-from enum import Enum
-from math import exp, inf
-from operator import attrgetter
+from math import inf
 from typing import TYPE_CHECKING, NamedTuple
 
-from pd_cluster.planning.device import HEAT_S, HEAVY_TOKENS
-from pd_cluster.scheduling.queue_order import AGEING
-from pd_cluster.scheduling.step_model import StepWork, keys_of
-from pd_cluster.scheduling.targets import AIM
+from pd_cluster.planning.coarse_node import CoarseDevice, CoarseNode, CoarseStream
+from pd_router.nodes.ledger import DECODE_S
+from pd_router.policy.cost import (
+    CHUNK_TOKENS,
+    DOUBT_S,
+    ERROR_FACTOR,
+    HANDOVER_S,
+    STREAM_SHARE,
+    STREAM_WEIGHT,
+    TRANSFER_S,
+)  # fmt: skip
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pd_cluster.bench.workload import Arrival
     from pd_cluster.planning.delays import Delays
-    from pd_cluster.planning.device import Device
     from pd_cluster.planning.role_counts import RoleCounts
     from pd_cluster.planning.simulated_cluster import RoleDevices
-
-SIZES = (64, 128, 192, 256, 320, 384, 448, 512, 768, 1024, 1536, 2048)  # tokens of prompts of a step beside streams
-GAP = 3  # times the target of a stream's time per token that one step may take
-LEAST_SHARE = 0.1  # of the steps, with prompts that wait
-OWED = 2  # steps that a new stream lets prompts take beyond its target: late ones may (`step_budget.DEBT`)
-SPREAD = 2  # steps over which what is saved is spent
-MOST_SAVED = 8  # steps that streams are ahead of their target, more count as these
-ROUGH = 4096  # tokens of context between which steps are not told apart
-SPILL = 1.5  # a node that also decodes reads a prompt if it is so many times as soon
-
-
-class Ended(Enum):
-    NOTHING, PROMPT, STREAM = range(3)  # NOTHING: a node's pace changes
+    from pd_cluster.scheduling.targets import Targets
 
 
 class CoarseServed(NamedTuple):
@@ -47,209 +38,125 @@ class CoarseServed(NamedTuple):
     tpot_ms: float
 
 
-class CoarseNode:
-    """Its streams advance by one token a step; its prompts, one after the other, by what a step takes of them."""
+class CoarseCluster:
+    """Nodes, and the requests on their way."""
 
-    def __init__(self, device: Device, tpot_s: float) -> None:
-        self._device, self._tpot_s = device, tpot_s
-        self.token_s = device.seconds(StepWork(num_tokens=device.step_tokens)) / device.step_tokens
-        far = StepWork(num_tokens=device.step_tokens, num_keys=device.step_tokens * 8192)
-        self._key_s = (device.seconds(far) / device.step_tokens - self.token_s) / 8192
-        self.num_streams = self.context = 0
-        self.step_s, self._step_tokens = inf, 0.0
-        self._tokens = self._at_s = 0.0  # of a stream since the start
-        self._left = self._queued = 0.0  # tokens of the prompt that is read, and of those that wait
-        self._reading = -1  # request; -1: none
-        self._streams: list[tuple[float, int, int]] = []  # heap: the token at which it ends, request, context
-        self._waiting: list[tuple[float, float, int]] = []  # heap, as `Shortest` orders: place, tokens, request
-        self._warmth = 0.0  # 1: it has had full steps of prompts for long
-        self._mean_s = AIM * tpot_s  # of steps, that streams are to have
-        self._slack_s = 0.0  # by which the latest stream is ahead of that: prompts may take it
-        self.version = 0  # of its next event
-        self._steps: dict[tuple[int, int, bool, int], tuple[float, float]] = {}
-        self._with_one: dict[tuple[int, int], float] = {}  # seconds, by streams and context
-        self.refresh()
+    def __init__(self, roles: RoleCounts, devices: RoleDevices, targets: Targets, delays: Delays) -> None:
+        kinds = [CoarseDevice(device) for device in (devices.prefill, devices.decode, devices.mixed)]
+        self._prefills, decodes, mixed = (
+            [CoarseNode(kind, targets, prompts_first=kind is kinds[0]) for _ in range(number)]
+            for kind, number in zip(kinds, roles, strict=True)
+        )
+        self._others = decodes + mixed
+        self._nodes = [*self._prefills, *self._others]
+        self._places = {node: place for place, node in enumerate(self._nodes)}
+        self._ttft_s, self._delays = targets.ttft_s, delays
+        self._arrivals: Sequence[Arrival] = ()
+        self._events: list[tuple[float, int, int]] = []  # heap: time, place of a node, its version; or -1, a request
+        self._takers: dict[int, tuple[CoarseNode, float]] = {}  # what decodes a request, and its time of a step
+        self._first_s: dict[int, float] = {}
+        self._served: list[CoarseServed] = []
 
-    def wait_s(self, num_tokens: int, now_s: float) -> float:
-        """Until a prompt that comes now is read."""
-        ahead = self._left + self._queued
-        if ahead:
-            ahead = max(0.0, ahead - (now_s - self._at_s) / self.step_s * self._step_tokens)
-        return (ahead + num_tokens) * self._read_s
+    def serve(self, arrivals: Sequence[Arrival]) -> list[CoarseServed]:
+        """What becomes of each request, in the order of their ends."""
+        self._arrivals, events, coming = arrivals, self._events, 0
+        while coming < len(arrivals) or events:
+            arrival_s = arrivals[coming].at_s + self._delays.api_s if coming < len(arrivals) else inf
+            if not events or arrival_s <= events[0][0]:
+                self._arrive(coming, arrival_s)
+                coming += 1
+                continue
+            now_s, place, number = heapq.heappop(events)
+            if place < 0:
+                node = self._takers[number][0]
+                node.begin(self._stream(number))
+                self._wake(node, now_s)
+            elif self._nodes[place].version == number:
+                self._end_steps(self._nodes[place], now_s)
+        return self._served
 
-    def read(self, request: int, num_tokens: int) -> None:
-        """Of a prompt: keys count as tokens, and a short one that comes alone as long as its step."""
-        is_free = self._reading < 0
-        alone_s = self._device.seconds(StepWork(num_tokens=min(num_tokens, self._device.step_tokens)))
-        tokens = max(num_tokens, alone_s / self.token_s * is_free) + keys_of(num_tokens, 0) * self._key_s / self.token_s
-        if is_free:
-            self._reading, self._left = request, tokens
+    def _arrive(self, request: int, now_s: float) -> None:
+        one = self._arrivals[request]
+        reader, taker = self._choose(one, request % len(self._others), now_s)
+        step_s = DECODE_S + taker.device.context_s * one.num_input
+        self._takers[request] = taker, step_s
+        taker.num_given += 1
+        taker.streams_s += step_s
+        reader.read(request, one.num_input, now_s)
+        self._wake(reader, now_s)
+
+    def _choose(self, one: Arrival, turn: int, now_s: float) -> tuple[CoarseNode, CoarseNode]:
+        """Which node reads the prompt, and which decodes. Equal ones take turns."""
+        others, prefills, size = self._others[turn:] + self._others[:turn], self._prefills, one.num_input
+        context, steps = size + one.num_output / 2, STREAM_WEIGHT * one.num_output
+        answers_s = [
+            steps * (node.streams_s + node.num_given * (DECODE_S + node.device.context_s * context)) for node in others
+        ]
+        least_s = min(answers_s)
+        taker = others[answers_s.index(least_s)]
+        if prefills:
+            reads_s = [sum(node.reading_s(size)) for node in prefills]
+            prefill_s = min(reads_s)
+            if all(node.is_late(now_s) for node in others):
+                keepers = [(read_s, at) for at, read_s in enumerate(reads_s) if not prefills[at].is_late(now_s)]
+                if keepers:
+                    return (prefills[min(keepers)[1]],) * 2
+            over_s = prefill_s + HANDOVER_S
+            pair_s = over_s + TRANSFER_S * min(size, CHUNK_TOKENS) + least_s - DOUBT_S
+            # No node is sooner than an idle one with the least streams
+            alone_s = ERROR_FACTOR * size * others[0].device.token_s + least_s
+            if over_s <= self._ttft_s and (prefill_s < DOUBT_S / 2 or alone_s >= pair_s):
+                return prefills[reads_s.index(prefill_s)], taker
+        reading_s = [node.reading_s(size) for node in others]
+        direct_s = [
+            queue_s + own_s * (ERROR_FACTOR + STREAM_SHARE * node.num_given) + answer_s
+            for node, (queue_s, own_s), answer_s in zip(others, reading_s, answers_s, strict=True)
+        ]
+        best_s = min(direct_s)
+        if not prefills or best_s < pair_s:
+            return (others[direct_s.index(best_s)],) * 2
+        meeting = [at for at, pair in enumerate(reading_s) if over_s > self._ttft_s >= sum(pair)]
+        if meeting:
+            return (others[min(meeting, key=direct_s.__getitem__)],) * 2
+        return prefills[reads_s.index(prefill_s)], taker
+
+    def _end_steps(self, node: CoarseNode, now_s: float) -> None:
+        read, ended = node.end()
+        for request in read:
+            is_alone = self._takers[request][0] is node
+            first_s = self._first_s[request] = now_s + (0.0 if is_alone else self._delays.first_token_s)
+            if self._arrivals[request].num_output == 1:
+                self._finish(request, first_s)
+            elif is_alone:
+                node.begin(self._stream(request))
+            else:
+                heapq.heappush(self._events, (now_s + self._delays.link_s, -1, request))
+        for request in ended:
+            self._finish(request, now_s)
+        node.plan(now_s)
+        self._note(node)
+
+    def _wake(self, node: CoarseNode, now_s: float) -> None:
+        before = node.version
+        if node.end_s == inf:
+            node.plan(now_s)
         else:
-            heapq.heappush(self._waiting, (self._at_s + tokens * self.token_s / AGEING, tokens, request))
-            self._queued += tokens
+            node.cut(now_s)
+        if node.version != before:
+            self._note(node)
 
-    def begin(self, request: int, num_tokens: int, context: int) -> None:
-        heapq.heappush(self._streams, (self._tokens + num_tokens, request, context))
-        self.num_streams += 1
-        self.context += context
-        self._slack_s = min(self._slack_s, OWED * self._mean_s)
+    def _note(self, node: CoarseNode) -> None:
+        if node.end_s < inf:
+            heapq.heappush(self._events, (node.end_s, self._places[node], node.version))
 
-    def advance(self, now_s: float) -> None:
-        if self.step_s != inf:
-            num = (now_s - self._at_s) / self.step_s
-            self._tokens += num
-            if self._tpot_s < inf:
-                self._slack_s = max(0.0, self._slack_s + num * (self._mean_s - self.step_s))
-            self._left = max(0.0, self._left - num * self._step_tokens)
-        self._warmth += (1 - exp((self._at_s - now_s) / HEAT_S)) * (self._heavy(self._step_tokens) - self._warmth)
-        self._at_s = now_s
+    def _stream(self, request: int) -> CoarseStream:
+        one = self._arrivals[request]
+        context = one.num_input + one.num_output // 2
+        return CoarseStream(request, one.num_output - 1, context, self._first_s[request])
 
-    def next_s(self) -> tuple[float, Ended]:
-        """When what ends next ends, and what it is. After each change."""
-        self.version += 1
-        self.step_s, self._step_tokens = self._pace(is_reading=self._reading >= 0)
-        self.refresh()
-        steps = self._left / self._step_tokens if self._reading >= 0 else inf
-        ends = self._streams[0][0] - self._tokens if self._streams else inf
-        found = min(steps, ends)
-        if found == inf:
-            return inf, Ended.NOTHING
-        if self._step_tokens and (saved := self._saved) and (late_s := self.step_s - self._mean_s) > 0:
-            spent = (self._slack_s - (saved - 1) * self._mean_s) / late_s  # until so much less is saved
-            if spent < found:
-                return self._at_s + spent * self.step_s, Ended.NOTHING
-        return self._at_s + max(0.0, found) * self.step_s, Ended.PROMPT if steps < ends else Ended.STREAM
-
-    def refresh(self) -> None:
-        """Seconds of a step with one stream more, and of a token of a prompt that comes. After each change."""
-        step_s, tokens = self._pace(is_reading=True)
-        num, context = self.num_streams, self.context // ROUGH * ROUGH
-        if (num, context) not in self._with_one:
-            work = StepWork(num + 1, context + context // max(1, num))
-            self._with_one[num, context] = self._device.seconds(work)
-        self._read_s, self.stream_s = step_s / tokens, self._with_one[num, context]
-
-    def end_prompt(self) -> int:
-        request, self._reading, self._left = self._reading, -1, 0.0
-        if self._waiting:
-            _, self._left, self._reading = heapq.heappop(self._waiting)
-            self._queued = max(0.0, self._queued - self._left)
-        return request
-
-    def end_stream(self) -> int:
-        self._tokens, request, context = heapq.heappop(self._streams)
-        self.num_streams -= 1
-        self.context -= context
-        return request
-
-    def _pace(self, *, is_reading: bool) -> tuple[float, float]:
-        """Seconds of a step, and prompt tokens in it."""
-        key = self.num_streams, self.context // ROUGH, is_reading, self._saved
-        if key not in self._steps:
-            self._steps[key] = self._step(is_reading=is_reading)
-        step_s, tokens = self._steps[key]
-        if tokens and self._device.heat:
-            step_s *= 1 + self._device.heat * (self._warmth + self._heavy(tokens)) / 2
-        return step_s, tokens
-
-    @property
-    def _saved(self) -> int:
-        return min(MOST_SAVED, int(self._slack_s / self._mean_s)) if self._slack_s else 0
-
-    def _heavy(self, num_tokens: float) -> float:
-        return min(1.0, num_tokens / HEAVY_TOKENS)
-
-    def _step(self, *, is_reading: bool) -> tuple[float, float]:
-        device, num, context = self._device, self.num_streams, self.context
-        if not is_reading:
-            return (device.seconds(StepWork(num, context)), 0.0) if num else (inf, 0.0)
-        if not num:
-            return self.token_s * device.step_tokens, float(device.step_tokens)
-        most, alone_s = device.step_tokens - num, device.seconds(StepWork(num, context))
-        if self._tpot_s == inf:
-            return device.seconds(StepWork(num, context, most)), float(most)
-        timed = [(size, device.seconds(StepWork(num, context, size))) for size in SIZES if size <= most]
-        fitting = [pair for pair in timed if pair[1] <= GAP * self._mean_s] or timed[:1]
-        # The most tokens in time: small sizes in all steps where their tokens are the cheapest, else large ones in some
-        paces = [self._evenly(alone_s, full_s, size) for size, full_s in fitting]
-        return max(paces, key=lambda pace: pace[1] / pace[0], default=(alone_s, 1.0))
-
-    def _evenly(self, alone_s: float, full_s: float, size: int) -> tuple[float, float]:
-        """Seconds and tokens of a mean step, if so many have prompts as the streams' slack allows."""
-        allowed_s = self._mean_s * (1 + self._saved / SPREAD)
-        if full_s <= max(alone_s, allowed_s):  # a measured step with few prompt tokens may be no longer than without
-            return full_s, float(size)
-        share = max(LEAST_SHARE, (allowed_s - alone_s) / (full_s - alone_s))
-        return alone_s + share * (full_s - alone_s), share * size
-
-
-def serve_coarsely(
-    arrivals: Sequence[Arrival], roles: RoleCounts, devices: RoleDevices, ttft_s: float, tpot_s: float, delays: Delays
-) -> list[CoarseServed]:
-    """What becomes of each request, in the order of their ends."""
-    prefills = [CoarseNode(devices.prefill, tpot_s) for _ in range(roles.prefill)]
-    others = [CoarseNode(devices.decode, tpot_s) for _ in range(roles.decode)]
-    others += [CoarseNode(devices.mixed, tpot_s) for _ in range(roles.mixed)]
-    served, first_s, ends = list[CoarseServed](), dict[int, float](), list[tuple[float, int, int, Ended]]()
-    nodes, joins = [*prefills, *others], list[tuple[float, int, int]]()
-    places = {id(node): at for at, node in enumerate(nodes)}
-    direct = dict[int, CoarseNode]()
-
-    def changed(node: CoarseNode) -> None:
-        when_s, what = node.next_s()
-        if when_s < inf:
-            heapq.heappush(ends, (when_s, places[id(node)], node.version, what))
-
-    def arrive(request: int, one: Arrival, now_s: float) -> None:
-        size = one.num_input
-        reader = min(prefills, key=lambda node: node.wait_s(size, now_s), default=None)
-        other = min(others, key=lambda node: node.wait_s(size, now_s) + node.stream_s * one.num_output)
-        if reader is None or SPILL * other.wait_s(size, now_s) < reader.wait_s(size, now_s):
-            reader = direct[request] = other
-        elif other.stream_s > tpot_s > reader.stream_s and not reader.wait_s(0, now_s):
-            direct[request] = reader
-        reader.advance(now_s)
-        reader.read(request, one.num_input)
-        changed(reader)
-
-    def prompt_ends(node: CoarseNode, now_s: float) -> None:
-        request = node.end_prompt()
-        one = arrivals[request]
-        first_s[request] = now_s + (0.0 if request in direct else delays.first_token_s)
-        if one.num_output == 1:
-            served.append(CoarseServed(one, 1e3 * (first_s.pop(request) - one.at_s), 0.0))
-        elif request in direct:
-            node.begin(request, one.num_output - 1, one.num_input)
-        else:
-            heapq.heappush(joins, (now_s + delays.link_s, request, 0))
-
-    def join(request: int, now_s: float) -> None:
-        one = arrivals[request]
-        node = min(others, key=attrgetter("stream_s"))
-        node.advance(now_s)
-        node.begin(request, one.num_output - 1, one.num_input + one.num_output // 2)
-        changed(node)
-
-    def stream_ends(node: CoarseNode, now_s: float) -> None:
-        request = node.end_stream()
-        one, begun_s = arrivals[request], first_s.pop(request)
-        tpot_ms = 1e3 * (now_s - begun_s) / (one.num_output - 1)
-        served.append(CoarseServed(one, 1e3 * (begun_s - one.at_s), tpot_ms))
-
-    coming = deque(enumerate(arrivals))
-    while coming or ends or joins:
-        arrival_s = coming[0][1].at_s + delays.api_s if coming else inf
-        join_s, end_s = joins[0][0] if joins else inf, ends[0][0] if ends else inf
-        if arrival_s <= min(join_s, end_s):
-            arrive(*coming.popleft(), arrival_s)
-        elif join_s <= end_s:
-            join(heapq.heappop(joins)[1], join_s)
-        else:
-            _, place, version, what = heapq.heappop(ends)
-            node = nodes[place]
-            if version == node.version:
-                node.advance(end_s)
-                if what is not Ended.NOTHING:
-                    (prompt_ends if what is Ended.PROMPT else stream_ends)(node, end_s)
-                changed(node)
-    return served
+    def _finish(self, request: int, now_s: float) -> None:
+        one, first_s, (taker, step_s) = self._arrivals[request], self._first_s.pop(request), self._takers.pop(request)
+        taker.num_given -= 1
+        taker.streams_s -= step_s
+        tpot_s = (now_s - first_s) / max(1, one.num_output - 1)
+        self._served.append(CoarseServed(one, 1e3 * (first_s - one.at_s), 1e3 * tpot_s))

@@ -31,9 +31,13 @@ def run_plan(namespace: argparse.Namespace) -> int:
         return run_plan_check(namespace)
     if namespace.plot:
         check_plotting()
+    for flag in ("json", "plot"):
+        if (name := getattr(namespace, flag)) and not Path(name).parent.is_dir():
+            raise StartupError(f"--{flag} {name}: there is no directory {Path(name).parent}")
     tables = tables_of(namespace)
     arrivals = arrivals_of(namespace)
-    if not namespace.slo_ttft_ms > 0 and not namespace.slo_tpot_ms > 0:
+    targets = namespace.slo_ttft_ms, namespace.slo_tpot_ms
+    if not 0 < max(targets) < inf or min(targets) < 0:
         raise StartupError("a plan needs --slo-ttft-ms, --slo-tpot-ms or both, above 0")
     if not 0 < namespace.attainment <= 1:
         raise StartupError(f"--attainment {namespace.attainment:g} is not above 0 and at most 1")
@@ -63,8 +67,8 @@ def run_plan(namespace: argparse.Namespace) -> int:
 
 def tables_of(namespace: argparse.Namespace) -> dict[int, StepTable]:
     """By number of ranks: those that the GPUs have room for. Raises StartupError."""
-    if namespace.gpus < 1 or namespace.gpus_per_host < 1:
-        raise StartupError("--gpus and --gpus-per-host must be at least 1")
+    if min(namespace.gpus, namespace.gpus_per_host, *namespace.tp, 1) < 1:
+        raise StartupError("--gpus, --gpus-per-host and --tp must be at least 1")
     known = packaged_tables()
     if namespace.table:
         found = [_read(name) for name in namespace.table]
@@ -106,6 +110,8 @@ def arrivals_of(namespace: argparse.Namespace) -> list[Arrival]:
     """Raises StartupError."""
     if namespace.rate is not None and not 0 < namespace.rate < inf:
         raise StartupError(f"--rate {namespace.rate:g} is not a number of requests a second above 0")
+    if namespace.num_requests < 0:
+        raise StartupError(f"--num-requests {namespace.num_requests} is below 0")
     if namespace.trace:
         arrivals = read_trace(Path(namespace.trace), namespace.num_requests)
         if len(arrivals) < 2 or not arrivals[-1].at_s:
@@ -124,7 +130,7 @@ def _check_room(table: StepTable, arrivals: list[Arrival]) -> None:
     room = min(table.flags.num_blocks * table.flags.block_size, table.flags.max_model_len)
     longest = max(one.num_input + one.num_output for one in arrivals)
     if longest > room:
-        raise StartupError(f"a request of {longest:,} tokens does not fit: a node of {table.tp} ranks holds {room:,}")
+        raise StartupError(f"a request of {longest:,} tokens does not fit: a node of --tp {table.tp} holds {room:,}")
 
 
 def _check_targets(sought: Sought) -> None:

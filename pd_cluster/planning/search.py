@@ -7,12 +7,13 @@ import random
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import inf
 from multiprocessing import get_context
 from statistics import mean
 from typing import TYPE_CHECKING, Any
 
-from pd_cluster.planning.coarse import serve_coarsely
+from pd_cluster.planning.coarse import CoarseCluster
 from pd_cluster.planning.delays import MEASURED
 from pd_cluster.planning.device import Device, ScaledDevice
 from pd_cluster.planning.simulated_cluster import WARM, RoleDevices, Served, SimulatedCluster
@@ -33,7 +34,9 @@ RATES = ((0.75, 1.25), (0.5, 1.5), (2.0,))  # times the load's, in this order
 # Of one fine simulation: a token of an answer takes 8 us, a second of a node 25 ms. 1,000 requests: 0.95 +- 0.007
 FINE_TOKENS, FINE_NODE_S, FEWEST = 200_000, 250.0, 100
 SHORT, EARLY = 2, 0.8  # so many times fewer for other draws, steps and rates; of them are compared, as more follow
-WINDOWS, WINDOW_REQUESTS = 5, 5_000  # of a long trace, for the coarse model
+# Of a long trace, for the coarse model. After each window the better half goes on, FINALISTS at least
+WINDOWS, WINDOW_REQUESTS = 5, 2_000
+FINALISTS = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,31 +92,29 @@ def search(
     with ExitStack() as cleanup:
         run: Callable[..., Iterable[Any]] = map
         if workers > 1:
-            pool = cleanup.enter_context(ProcessPoolExecutor(workers, get_context("spawn")))
-            run = pool.map
+            run = cleanup.enter_context(ProcessPoolExecutor(workers, get_context("spawn"))).map
+        totals = dict[str, int]()
 
         def all_of(what: str, call: Callable[..., Any], *columns: Iterable[Any]) -> list[Any]:
             rows = list(zip(*columns, strict=True))
+            totals[what] = totals.get(what, 0) + len(rows)
             found = []
             for one in run(call, *zip(*rows, strict=True)):
                 found.append(one)
-                progress(what, len(rows))
+                progress(what, totals[what])
             return found
 
         windows = _windows(sought)
         light = replace(sought, arrivals=[])  # what other processes are sent
-        num = len(settings)
-        coarse = all_of("coarse", coarsely, [light] * num, settings, [windows] * num)
-        order = sorted(zip(coarse, settings, strict=True), key=lambda pair: -pair[0])
-        chosen = [setting for _, setting in order[:BEST]]
-        chosen += [one for _, one in order if one.is_replicas][: not any(one.is_replicas for one in chosen)]
-        fine = _fine(windows[len(windows) // 2], max(sum(one.roles) for one in chosen))
+        chosen = _chosen(settings, windows, partial(all_of, "coarse", partial(coarsely, light, len(windows) > 1)))
+        fine = _fine(windows[0], max(sum(one.roles) for one in chosen))
         short = fine[: max(FEWEST, len(fine) // SHORT)]
         num_early = int(EARLY * len(short))
 
         def simulate(what: str, jobs: Sequence[tuple[PlannedSetting, list[Arrival], float, int, bool]]) -> list[Any]:
-            num = len(jobs)
-            return all_of(what, finely, [light] * num, *zip(*jobs, strict=True), [num_early] * num) if jobs else []
+            num, early = len(jobs), what == "draws"  # of which no more is asked
+            columns = *zip(*jobs, strict=True), [num_early] * num, [early] * num
+            return all_of(what, finely, [light] * num, *columns) if jobs else []
 
         found = simulate("fine", [(one, fine, 1.0, sought.seed, True) for one in chosen])
         judged = [Judged(one, figures, *[figures.attained] * 2) for one, figures in zip(chosen, found, strict=True)]
@@ -137,18 +138,34 @@ def search(
     return judged
 
 
-def coarsely(sought: Sought, setting: PlannedSetting, windows: list[list[Arrival]]) -> float:
-    """Attainment, and what a request of the load costs less than its targets where that is 1: both in one number."""
-    ttft_s, tpot_s = (ms / 1e3 if ms else inf for ms in (sought.ttft_ms, sought.tpot_ms))
-    shares = []
+def _chosen(
+    settings: Sequence[PlannedSetting], windows: Sequence[list[Arrival]], shares_of: Callable[..., list[float]]
+) -> list[PlannedSetting]:
+    """What the coarse model finds best: after each window the better half goes on to the next one, and replicas."""
+    order, shares = list(settings), {setting: list[float]() for setting in settings}
     for window in windows:
-        served = serve_coarsely(window, setting.roles, devices_of(sought, setting), ttft_s, tpot_s, MEASURED)
-        begin_s = window[0].at_s + (WARM * (window[-1].at_s - window[0].at_s) if len(windows) > 1 else 0.0)
-        counted = [one for one in served if one.arrival.at_s >= begin_s]
-        met = mean(one.ttft_ms <= 1e3 * ttft_s and one.tpot_ms <= 1e3 * tpot_s for one in counted)
-        slack = mean(max(one.ttft_ms / 1e3 / ttft_s, one.tpot_ms / 1e3 / tpot_s) for one in counted)
-        shares.append(met - 0.01 * min(1.0, slack))
-    return mean(shares)
+        for setting, share in zip(order, shares_of(order, [window] * len(order)), strict=True):
+            shares[setting].append(share)
+        order.sort(key=lambda setting: -mean(shares[setting]))
+        most = max(FINALISTS, len(order) // 2)
+        order = [setting for at, setting in enumerate(order) if at < most or setting.is_replicas]
+    chosen = order[:BEST]
+    return chosen + [one for one in order if one.is_replicas][: not any(one.is_replicas for one in chosen)]
+
+
+def coarsely(sought: Sought, is_part: bool, setting: PlannedSetting, window: list[Arrival]) -> float:
+    """Attainment, and what a request of the load costs less than its targets where that is 1: both in one number.
+
+    `is_part`: of a load, so that the first ones find a cluster that is emptier than it would be.
+    """
+    targets = rule_of(sought.ttft_ms, sought.tpot_ms).targets
+    served = CoarseCluster(setting.roles, devices_of(sought, setting), targets, MEASURED).serve(window)
+    begin_s = window[0].at_s + (WARM * (window[-1].at_s - window[0].at_s) if is_part else 0.0)
+    counted = [one for one in served if one.arrival.at_s >= begin_s]
+    ttft_ms, tpot_ms = sought.ttft_ms or inf, sought.tpot_ms or inf
+    met = mean(one.ttft_ms <= ttft_ms and one.tpot_ms <= tpot_ms for one in counted)
+    slack = mean(max(one.ttft_ms / ttft_ms, one.tpot_ms / tpot_ms) for one in counted)
+    return met - 0.01 * min(1.0, slack)
 
 
 def _tells(judged: Judged, scale: float) -> bool:
@@ -159,11 +176,12 @@ def _tells(judged: Judged, scale: float) -> bool:
 
 def finely(
     sought: Sought, setting: PlannedSetting, arrivals: list[Arrival], factor: float, seed: int, with_targets: bool,
-    num_early: int,
+    num_early: int, ends_early: bool = False,
 ) -> FineFigures:  # fmt: skip
+    """Figures of all requests, or of the first `num_early` only."""
     rule = rule_of(sought.ttft_ms, sought.tpot_ms) if with_targets else rule_of(None, None)
     cluster = SimulatedCluster(setting.roles, rule, seed, devices_of(sought, setting, factor), MEASURED)
-    served = cluster.serve(arrivals)
+    served = cluster.serve(arrivals, num_early if ends_early else 0)
     ttft, tpot = (sorted(values) for values in zip(*((one.ttft_ms, one.tpot_ms) for one in served), strict=True))
     late = (
         mean(not is_met(one, sought.ttft_ms, None) for one in served),
@@ -210,13 +228,14 @@ def _variants(short: list[Arrival], seed: int) -> list[tuple[list[Arrival], floa
 
 
 def _windows(sought: Sought) -> list[list[Arrival]]:
-    """Of a long trace: evenly spread, in the order of their rates."""
+    """Of a long trace: evenly spread, the one with the middle rate first, then those with rates near it."""
     arrivals, size = sought.arrivals, WINDOW_REQUESTS
     if len(arrivals) <= WINDOWS * size:
         return [arrivals]
     starts = [round(at * (len(arrivals) - size) / (WINDOWS - 1)) for at in range(WINDOWS)]
     windows = [arrivals[start : start + size] for start in starts]
-    return sorted(windows, key=lambda window: window[0].at_s - window[-1].at_s)
+    windows.sort(key=lambda window: window[-1].at_s - window[0].at_s)
+    return [windows[WINDOWS // 2 + (at + 1) // 2 * (-1) ** at] for at in range(WINDOWS)]
 
 
 def _fine(arrivals: list[Arrival], num_nodes: int) -> list[Arrival]:

@@ -5,6 +5,7 @@ A request waits for memory as an engine's does. Equal prompts, tiers, drafts and
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
 from itertools import count
 from math import inf
@@ -106,17 +107,24 @@ class SimulatedCluster:
             decode_on_prefill="auto" if rule.keeps else "never",
         )  # fmt: skip
 
-    def serve(self, arrivals: Sequence[Arrival]) -> list[Served]:
+    def serve(self, arrivals: Sequence[Arrival], num: int = 0) -> list[Served]:
+        """What becomes of all, or of the first `num`: no more is simulated than that takes."""
         served = [Served(arrival) for arrival in arrivals]
         begin_s, end_s = (arrivals[at].at_s if arrivals else 0.0 for at in (0, -1))
         self.world.counted_s = (begin_s + WARM * (end_s - begin_s), end_s)
         for index, one in enumerate(served):
             at_s = one.arrival.at_s + self._delays.api_s
             self.world.at(at_s, lambda one=one, index=index: self._route(one, str(index)))  # type: ignore[misc]
-        self.world.run()
-        for one in served:
-            assert len(one.tokens_s) == one.arrival.num_output
-        return served
+        first = deque(served[: num or len(served)])
+
+        def are_served() -> bool:
+            while first and len(first[0].tokens_s) == first[0].arrival.num_output:
+                first.popleft()
+            return not first
+
+        self.world.run(*[are_served] * bool(num))
+        assert are_served()
+        return served[: num or len(served)]
 
     @property
     def steps(self) -> dict[str, tuple[float, ...]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
+from copy import deepcopy
 from dataclasses import dataclass
 from math import exp, inf
 from typing import TYPE_CHECKING
@@ -56,6 +57,13 @@ class VirtualTime(EventQueue):
         super().__init__()
         self.rng = random.Random(seed)
         self.counted_s = (0.0, inf)  # steps that end within are tallied
+        self._fitted: dict[Device, StepModel] = {}
+
+    def model_of(self, device: Device) -> StepModel:
+        """A model of its own for each node, fitted to its steps at start: once, for equal ones."""
+        if device not in self._fitted:
+            self._fitted[device] = StepModel(steps_at_start(device))
+        return deepcopy(self._fitted[device])
 
 
 class SimulatedNode:
@@ -74,12 +82,11 @@ class SimulatedNode:
         most = num_blocks or device.num_blocks
         slabs = KvSlabs(1, most * group.block_bytes, (most,))
         self.blocks = blocks or BlockManager((group,), slabs, prefix_caching=num_blocks > 0)
-        times = steps_at_start(device) if is_measured else ()
-        self.model = StepModel(times)
+        self.model = world.model_of(device) if is_measured else StepModel()
         self.room = StreamRoom(rule.targets.tpot_s, device.max_seqs, self.model, lambda: world.now_s)
         role = role or ("decode" if rule.usual else "mixed")
         self.room.prompts_first = role == "prefill"
-        model = StepModel(times) if rule.usual and role == "decode" else self.model
+        model = deepcopy(self.model) if rule.usual and role == "decode" else self.model
         targets = rule.targets.on(role, "cuda:0", model)
         self.room.gap_s = targets.itl_s
         self.budget = StepBudget(targets, self.model, lambda: world.now_s, self._busy_s)

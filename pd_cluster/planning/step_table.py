@@ -101,6 +101,8 @@ def read_table(data: bytes, name: str) -> StepTable:
         raise StartupError(f"{name} is not a step table: {error}") from error
     if table.schema != SCHEMA:
         raise StartupError(f"{name} is a step table of schema {table.schema}; this release reads {SCHEMA}")
+    if min(table.tp, *msgspec.structs.astuple(table.flags)[:-1]) < 1:
+        raise StartupError(f"{name} has a number of ranks, or a limit of a node, that is not above 0")
     if any(point.ms <= 0 or min(point) < 0 for point in table.points):
         raise StartupError(f"{name} has a point that is not above 0")
     table.device  # noqa: B018  # it checks the points

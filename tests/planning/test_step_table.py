@@ -8,10 +8,11 @@ import pytest
 from benchmarks.slo.device import DEVICES
 from benchmarks.slo.fitted_tables import SOURCES, fitted_table
 from pd_cluster.errors import StartupError
-from pd_cluster.planning.coarse import CoarseNode, Ended
+from pd_cluster.planning.coarse_node import CoarseDevice, CoarseNode, CoarseStream
 from pd_cluster.planning.step_table import StepPoint, StepTable, packaged_tables, read_table
 from pd_cluster.planning.table_points import planned_points
 from pd_cluster.scheduling.step_model import StepWork, keys_of
+from pd_cluster.scheduling.targets import Targets
 
 
 @pytest.mark.parametrize("name", [source[0] for source in SOURCES.values()])
@@ -60,12 +61,17 @@ def test_a_step_between_points_takes_what_the_points_say() -> None:
 @pytest.mark.parametrize("ms", [3.9, 4.0])
 def test_prompts_beside_which_a_step_is_measured_no_longer_are_read_in_every_step(ms: float) -> None:
     points = [StepPoint(num, 1000, 0, 0, 4.0) for num in (1, 11)] + [StepPoint(0, 0, num, 0, ms) for num in (100, 300)]
-    node = CoarseNode(_table((*points, StepPoint(0, 0, 300, 1000, ms))).device, 0.02)
-    node.begin(0, 100, 1000)
-    node.read(1, 640)
-    when_s, ended = node.next_s()
-    assert ended is Ended.PROMPT
-    assert when_s < 20 * node.step_s, "ten steps of 64 tokens at most, and keys"
+    device = CoarseDevice(_table((*points, StepPoint(0, 0, 300, 1000, ms))).device)
+    node, now_s, num_steps = CoarseNode(device, Targets(tpot_s=0.02, itl_s=0.06), prompts_first=False), 0.0, 0
+    node.begin(CoarseStream(0, 100, 1000, now_s))
+    node.read(1, 640, now_s)
+    read = list[int]()
+    while not read:
+        node.plan(now_s)
+        now_s, num_steps = node.end_s, num_steps + 1
+        read, _ = node.end()
+    assert read == [1]
+    assert num_steps < 20, "ten steps of 64 tokens at most, and keys"
 
 
 def test_points_fit_the_limits_of_a_node() -> None:
