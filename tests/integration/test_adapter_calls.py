@@ -171,8 +171,8 @@ def changed(directory: Path, change: Callable[[dict[str, torch.Tensor]], object]
 
 BAD: dict[str, tuple[Callable[[Path], object] | None, str]] = {  # what is made there, and what the refusal says
     "/etc": (None, "leads out of --lora-dir"),
-    "../root/../outside": (None, "below --lora-dir"),
-    "absent": (None, "no directory 'absent' below --lora-dir"),
+    "../root/../outside": (None, "leads out of --lora-dir"),
+    "absent": (None, "absent has no adapter_config.json"),
     "link": (_outside, "leads out of --lora-dir"),
     "linked file": (_linked_file, "leads out of --lora-dir"),
     "another base": (lambda directory: strong_adapter(directory, 3, NUM_LAYERS + 1), "the model has no such"),

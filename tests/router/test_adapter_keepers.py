@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from functools import partial
 from typing import TYPE_CHECKING, cast
 
 import pytest
 
-from pd_cluster.adapters.adapter_bytes import read_adapter
+from pd_cluster.adapters import adapter_bytes
 from pd_cluster.server.node import node_adapters
 from pd_connectors.protocol import adapters
 from pd_connectors.protocol.adapters import IN_HOST, ON_DEVICE, ON_FILE, AdapterRecord, AdapterState
@@ -93,13 +92,13 @@ async def test_too_many_adapters_and_a_slow_disk_are_named_and_end_nothing(
     async with a_pair(tmp_path) as (router, _, d):
         assert (await order(router, "tuned", "a"))[0] == 200
         monkeypatch.setattr(d.engine, "adapter_error", None)  # its ranks have not read the files
-        for about, value, told in (
-            ("MAX_RECORDS", 1, "this node has 1 adapters, the most allowed"),
-            ("read_adapter", partial(read_adapter, deadline_s=0.0), "the disk is too slow"),
-            ("ENGINE_DEADLINE_S", 0.0, "the engine has not loaded it within 0 s"),
+        for module, about, value, told in (
+            (node_adapters, "MAX_RECORDS", 1, "this node has 1 adapters, the most allowed"),
+            (adapter_bytes, "READ_DEADLINE_S", 0.0, "the disk is too slow"),
+            (node_adapters, "ENGINE_DEADLINE_S", 0.0, "the engine has not loaded it within 0 s"),
         ):
             with monkeypatch.context() as patch:
-                patch.setattr(node_adapters, about, value)
+                patch.setattr(module, about, value)
                 status, answer = await order(router, "more", "a" if about != "ENGINE_DEADLINE_S" else "b")
             assert (status, told in answer["error"]["message"]) == (400, True), answer
             assert (await ask(router, "tuned"))[0] == 200
