@@ -87,7 +87,8 @@ class AdapterOrders:
         for digest in [digest for digest in self._leaving if not self._places.num_live[digest]]:
             self._leaving.discard(digest)
             self._places.forget(digest)
-            self._executor.drop_adapter(digest)
+            if digest not in self._reading:  # else at its end: for a new order the ranks that have it keep it
+                self._executor.drop_adapter(digest)
             del self._orders[digest], self._num_bytes[digest]
 
     def read_wanted(self) -> None:

@@ -107,3 +107,21 @@ def test_a_failed_second_read_ends_the_requests_and_keeps_the_name() -> None:
     engine.orders.read_wanted()
     assert engine.told(*[("", 700)] * (RANKS - 1), ("it has other files", 0)) == []
     assert (engine.failed, engine.places.in_host) == (["a"], {"a": False, "b": True})
+
+
+def test_a_new_order_ends_an_unload_while_the_files_are_read_again() -> None:
+    """What some ranks have read by then stays: a step that fills a slot from what one has not would fail on it."""
+    engine = RankedEngine()
+    for digest in "ab":
+        engine.orders.take(LoadAdapter(digest, f"/{digest}", 1))
+        engine.told(*[("", 700)] * RANKS)
+    engine.places.wanted = "a"
+    engine.orders.read_wanted()
+    engine.told(("", 700))
+    engine.dropped.clear()
+    engine.orders.take(UnloadAdapter("a"))
+    engine.orders.turn()
+    engine.orders.take(LoadAdapter("a", "/a", 2))
+    assert engine.told(*[("", 700)] * (RANKS - 1)) == [AdapterLoaded("a", "", 2)]
+    assert engine.places.in_host == {"a": True, "b": False}
+    assert engine.dropped == ["b"]
