@@ -258,7 +258,8 @@ class CoarseNode:
         # The token of the step that is planned then is not counted yet: streams seem later by one
         slack_s = self._slack_s(end_s) + self._mean_s * ahead
         tokens, is_cheap, pace = self._most(slack_s, self.device.within(num, self._gap_s - self._alone_s), end_s)
-        return self.device.given(num, tokens) if is_cheap else max(LEAST_PROMPT_TOKENS, pace * self._alone_s)
+        # No less either where streams fill the step: here their number has no bound
+        return max(LEAST_PROMPT_TOKENS, self.device.given(num, tokens) if is_cheap else pace * self._alone_s)
 
     def _most(self, slack_s: float, longest: int, now_s: float) -> tuple[int, bool, float]:
         """Tokens of prompts that streams allow, whether these are cheap, and how many a second."""

@@ -14,6 +14,7 @@ from benchmarks.slo.setting import roles_of
 from pd_cluster.bench.workload import Length, poisson
 from pd_cluster.launch.cli import build_parser, main
 from pd_cluster.planning.coarse import CoarseCluster
+from pd_cluster.planning.coarse_node import CoarseDevice, CoarseNode, CoarseStream
 from pd_cluster.planning.delays import MEASURED
 from pd_cluster.planning.plan_report import commands, steps_line, verdict
 from pd_cluster.planning.role_counts import RoleCounts
@@ -104,6 +105,17 @@ def test_the_coarse_model_serves_all_and_less_well_with_more_load(rate: float) -
     few = 0.02  # answers of 2 to 4 tokens, which the way to the decode node may make late
     assert share(RoleCounts(2, 2), rate) >= share(RoleCounts(1, 1), rate) - few
     assert share(RoleCounts(0, 0, 2), rate) >= share(RoleCounts(0, 0, 2), 2 * rate)
+
+
+@pytest.mark.parametrize("beyond", [0, 1000])
+def test_a_coarse_node_with_as_many_streams_as_a_step_has_tokens_is_slow(beyond: int) -> None:
+    node = CoarseNode(CoarseDevice(TABLE.device), Targets(1.0, 0.5, 1.5), prompts_first=False)
+    for request in range(TABLE.device.step_tokens + beyond):
+        node.begin(CoarseStream(request, 100, 10, 0.0))
+    node.plan(0.0)
+    queue_s, own_s = node.reading_s(1000)
+    assert queue_s == 0
+    assert own_s > node.device.model.prefill_s(1000)
 
 
 @pytest.mark.parametrize("roles", [RoleCounts(1, 1), RoleCounts(mixed=2)], ids=["1P1D", "2M"])
