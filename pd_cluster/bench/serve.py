@@ -135,14 +135,14 @@ async def prepare(
 
 @contextmanager
 def undisturbed(total: int) -> Iterator[RequestsBar]:
-    """Without garbage collections, which would read millions of objects in prompts and delay requests."""
+    """Without garbage collections, which would read millions of objects in prompts and delay requests.
+
+    What exists now is not searched for garbage later either: the command ends after its report.
+    """
     gc.collect()
     gc.freeze()
-    try:
-        with RequestsBar(total) as bar:
-            yield bar
-    finally:
-        gc.unfreeze()
+    with RequestsBar(total) as bar:
+        yield bar
 
 
 def _config(namespace: argparse.Namespace, target: Target) -> dict[str, Any]:

@@ -42,10 +42,11 @@ class CoarseCluster:
     """Nodes, and the requests on their way."""
 
     def __init__(self, roles: RoleCounts, devices: RoleDevices, targets: Targets, delays: Delays) -> None:
-        kinds = [CoarseDevice(device) for device in (devices.prefill, devices.decode, devices.mixed)]
+        kinds = (devices.prefill, devices.decode, devices.mixed)
+        fitted = {device: CoarseDevice(device) for device in set(kinds)}
         self._prefills, decodes, mixed = (
-            [CoarseNode(kind, targets, prompts_first=kind is kinds[0]) for _ in range(number)]
-            for kind, number in zip(kinds, roles, strict=True)
+            [CoarseNode(fitted[kind], targets, prompts_first=first) for _ in range(number)]
+            for kind, number, first in zip(kinds, roles, (True, False, False), strict=True)
         )
         self._others = decodes + mixed
         self._nodes = [*self._prefills, *self._others]

@@ -131,7 +131,7 @@ def test_of_a_long_trace_only_the_better_settings_meet_each_window(monkeypatch: 
     steps, size = list[str](), 20
     monkeypatch.setattr("pd_cluster.planning.search.WINDOW_REQUESTS", size)
     sought = sought_of(WINDOWS * size + 1, 400.0, 20, 1)
-    settings = [one for one in settings_of(24, [1, 2], 8) if not one.is_replicas][:24]
+    settings = [one for one in settings_of(8, [1, 2], 8) if not one.is_replicas][:24]
     search(sought, settings, lambda what, _: steps.append(what), workers=1)
     assert steps.count("coarse") == 24 + 12 + (WINDOWS - 2) * FINALISTS
 

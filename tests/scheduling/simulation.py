@@ -40,9 +40,10 @@ BLOCK_SIZE = 16
 MAX_MODEL_LEN = 160
 VOCAB_SIZE = 23
 EOS = 0
+START = 17  # the hash before the first token
 
 
-def history(tokens: Sequence[int], previous: int = 17) -> list[int]:
+def history(tokens: Sequence[int], previous: int = START) -> list[int]:
     """The hash of every prefix of `tokens`."""
     hashes = []
     for token in tokens:
@@ -172,6 +173,13 @@ class Row:
     tokens: list[int]
     tables: tuple[dict[int, int], ...]  # by group: index -> block. Of a STATE group: 0 -> the slot
     source: int = -1  # of the next chunk, where it names none
+    _hashes: list[int] = field(default_factory=list)
+
+    def history(self, num_tokens: int) -> list[int]:
+        """Of its first tokens. Each hash is computed once: a row's tokens only become more."""
+        own = self._hashes
+        own += history(self.tokens[len(own) : num_tokens], own[-1] if own else START)
+        return own[:num_tokens]
 
     def put(self, new: NewBlocks) -> None:
         """Set blocks, which lie after or among those that the table has."""
@@ -277,7 +285,8 @@ class FakeWorker:
         assert bool(chunk.num_samples) == (certain == len(row.tokens))
         most = min(MAX_MODEL_LEN, row.start.num_prompt_tokens + row.start.sampling.max_tokens)
         assert not chunk.drafts or (chunk.is_decode and chunk.num_samples == 1 and end < most), "a run may be too long"
-        hashes = history([*row.tokens[:certain], *chunk.drafts])
+        hashes = row.history(certain)
+        hashes += history(chunk.drafts, hashes[-1])
         for index, (group, table) in enumerate(self._paged(row)):
             self.expect(index, table, hashes, reads(group, chunk.start), f"sequence {chunk.seq_id}")
         for index in self.states:
@@ -301,14 +310,15 @@ class FakeWorker:
             return tuple(map(SampledToken, run))
         tokens = tuple(SampledToken(sample(hashes[-1], seed)) for seed in seeds)
         if row.start.sampling.beams is not None:
-            row.tokens.append(candidates(hashes[-1]).token_id)
-            return (candidates(hashes[-1]),)
+            best = candidates(hashes[-1])
+            row.tokens.append(best.token_id)
+            return (best,)
         row.tokens.append(tokens[0].token_id)  # of several, the row goes on with the first
         return tokens if chunk.num_samples > 1 else self._run_on(row, tokens)
 
     def _run_on(self, row: Row, run: tuple[SampledToken, ...]) -> tuple[SampledToken, ...]:
         """Compute the run's last token and sample after it; how often is drawn from the history."""
-        position, last = len(row.tokens) - 1, history(row.tokens)[-1]
+        position, last = len(row.tokens) - 1, row.history(len(row.tokens))[-1]
         has_blocks = all(position // group.block_size in table for group, table in self._paged(row)) and not self.states
         if len(run) >= 1 + last % self.longest_run or not has_blocks:
             return run
@@ -360,10 +370,11 @@ class FakeWorker:
         self, group: int, table: Mapping[int, int], hashes: Sequence[int], positions: range, reader: str
     ) -> None:
         """The blocks of a group hold these histories at these positions."""
+        size, device = self.groups[group].block_size, self.device
         for position in positions:
-            index, slot = divmod(position, self.groups[group].block_size)
+            index, slot = divmod(position, size)
             assert index in table, f"{reader}: no block of group {group} for position {position}"
-            found = self.device.get((group, table[index], slot))
+            found = device.get((group, table[index], slot))
             assert found == hashes[position], f"{reader}: wrong KV at {position}, group {group}, block {table[index]}"
 
     def expect_runs(self, runs: Sequence[BlockRun], hashes: Sequence[int], reader: str) -> None:
