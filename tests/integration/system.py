@@ -16,6 +16,7 @@ import orjson
 
 from tests.cluster import Launched, Launcher
 from tests.patient_node import PATIENT
+from tests.shallow_model import NUM_LAYERS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 BLOCK_SIZE = 16
 LAYER_BYTES = 4 * 2 * BLOCK_SIZE * 64 * 4  # of a block: KV heads, K and V, tokens, head size, float32
 BLOCK_BYTES = 6 * LAYER_BYTES  # of the whole demo model
+SHALLOW_BLOCK_BYTES = NUM_LAYERS * LAYER_BYTES  # of the shallow one
 ANSWER_DEADLINE_S = 600.0  # a prompt of 32,768 tokens took more than 240 s on two crowded cores
 SETTLE_DEADLINE_S = 60.0  # more than the life of a lease that is no longer renewed
 POLL_S = 0.1  # as often as a node tells; a look takes 10 ms of CPU
