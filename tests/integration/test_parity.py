@@ -16,7 +16,16 @@ import pytest
 from tests.deadlines import wait_until
 from tests.integration.gate import Gate
 from tests.integration.reference import LENGTHS, NUM_NEW_TOKENS, TIE, DemoModel, Reference
-from tests.integration.system import BLOCK_BYTES, BLOCK_SIZE, SHALLOW_BLOCK_BYTES, Answer, Path, System, running_system
+from tests.integration.system import (
+    BLOCK_BYTES,
+    BLOCK_SIZE,
+    POLL_S,
+    SHALLOW_BLOCK_BYTES,
+    Answer,
+    Path,
+    System,
+    running_system,
+)
 from tests.shallow_model import as_demo_model
 
 if TYPE_CHECKING:
@@ -306,7 +315,10 @@ def check_preemption(path: Path, system: System, kind: str, references: Sequence
         with ThreadPoolExecutor() as pool:
             with system.decode_held(answer=4):
                 running = pool.submit(run, system, path, references, model, salt=f"{kind} {path} {attempt}")
-                wait_until(lambda: system.metric("decode", IN_FLIGHT) == len(references) or running.done())  # noqa: B023
+                wait_until(
+                    lambda: system.metric("decode", IN_FLIGHT) == len(references) or running.done(),  # noqa: B023
+                    poll_s=POLL_S,
+                )
                 assert not running.done()
             answers = running.result()
         assert {answer.headers["x-pd-prefill"] for answer in answers} == {system.prefiller_of(path)}
