@@ -45,3 +45,8 @@ def shallow_model(layers: tuple[int, ...] = TWO_LAYERS) -> str:
             kept[f"{start}{part}{layers.index(int(number))}.{parameter}"] = weight
     save_file(kept, directory / "model.safetensors", metadata={"format": "pt"})
     return str(directory)
+
+
+def as_demo_model() -> tuple[str, str]:
+    """Flags of a node that serves it under the whole model's name."""
+    return f"--model={shallow_model()}", "--served-model-name=demo_model"

@@ -13,6 +13,7 @@ import pytest
 
 from tests.integration.reference import LENGTHS, DemoModel, Reference, make_prompts
 from tests.integration.system import System, running_system
+from tests.shallow_model import as_demo_model, shallow_model
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -33,9 +34,10 @@ def system_with_mixed() -> Iterator[System]:
     """With a mixed node beside P and D, and a logits stage that only requests with `logits_args` use.
 
     For tests that leave no trace and salt what is handed over. There is room and time for all prompts of
-    `some_references` at once, beside their outputs.
+    `some_references` at once, beside their outputs. It has the shallow model under the whole one's name: each answer is
+    compared with that of one node, or of `demo_model`.
     """
-    flags = ("--kv-cache-gb=0.2", "--load-deadline-s=200", "--logits-stage=tests.ban_token:BanToken")
+    flags = (*as_demo_model(), "--kv-cache-gb=0.07", "--load-deadline-s=200", "--logits-stage=tests.ban_token:BanToken")
     with running_system(*flags, own_mixed=True) as system:
         yield system
 
@@ -47,15 +49,27 @@ def shared_system(system_with_mixed: System) -> System:
 
 
 @pytest.fixture(scope="session")
-def demo_model() -> DemoModel:
+def whole_model() -> DemoModel:
     """The demo model under transformers."""
     return DemoModel()
+
+
+@pytest.fixture(scope="session")
+def demo_model() -> DemoModel:
+    """The shallow one under transformers."""
+    return DemoModel(shallow_model())
 
 
 @pytest.fixture(scope="session")
 def references(demo_model: DemoModel) -> list[Reference]:
     """200 prompts and what transformers makes of them."""
     return demo_model.generate(make_prompts(demo_model, SEED))
+
+
+@pytest.fixture(scope="session")
+def whole_references(whole_model: DemoModel) -> list[Reference]:
+    """The same of the whole model."""
+    return whole_model.generate(make_prompts(whole_model, SEED))
 
 
 @pytest.fixture(scope="session")

@@ -16,6 +16,7 @@ import orjson
 
 from tests.cluster import Launched, Launcher
 from tests.patient_node import PATIENT
+from tests.shallow_model import NUM_LAYERS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 BLOCK_SIZE = 16
 LAYER_BYTES = 4 * 2 * BLOCK_SIZE * 64 * 4  # of a block: KV heads, K and V, tokens, head size, float32
 BLOCK_BYTES = 6 * LAYER_BYTES  # of the whole demo model
+SHALLOW_BLOCK_BYTES = NUM_LAYERS * LAYER_BYTES  # of the shallow one
 ANSWER_DEADLINE_S = 600.0  # a prompt of 32,768 tokens took more than 240 s on two crowded cores
 SETTLE_DEADLINE_S = 60.0  # more than the life of a lease that is no longer renewed
 POLL_S = 0.1  # as often as a node tells; a look takes 10 ms of CPU
@@ -153,12 +155,19 @@ class System:
         An engine tells its counters up to 0.1 s after an answer. One more token makes it tell them: figures that
         come after the answers so far and count another step hold all of these answers. Some of these tokens are
         counted, too.
+
+        A look before POLL_S would be in vain.
         """
         seen = self.metrics(node).get(STEPS, 0.0)
         endpoint, body = self._one_token
         assert self._http.post(self.urls[node] + endpoint, json=body).status_code == 200
-        wait_until(lambda: self.metrics(node).get(STEPS, 0.0) > seen, lambda: f"{node} counts no step after {seen}")
-        return self.metrics(node)
+        end_s = time.monotonic() + SETTLE_DEADLINE_S
+        while True:
+            time.sleep(POLL_S)
+            told = self.metrics(node)
+            if told.get(STEPS, 0.0) > seen:
+                return told
+            assert time.monotonic() < end_s, f"{node} counts no step after {seen}"
 
     def settled_metric(self, node: str, name: str) -> float:
         """One of these."""
@@ -184,8 +193,8 @@ class System:
         All that was answered before is counted then, as `settled_metrics` says it.
         """
         for node in self.urls:
-            self.settled_metrics(node)
-            self._wait_idle(node)
+            if _held(self.settled_metrics(node)):
+                self._wait_idle(node)
 
     def _wait_idle(self, node: str) -> None:
         wait_until(lambda: not _held(self.metrics(node)), lambda: f"{node}: {self.metrics(node)}")

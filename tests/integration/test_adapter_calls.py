@@ -76,7 +76,7 @@ def test_clients_of_openai_and_calls_of_vllm_need_no_change(url: str, root: Path
         assert client.models.retrieve("tuned").id == "tuned"
         texts = {}
         for name in ("base", "own", "tuned", "again"):
-            arguments: dict[str, Any] = BODY | {"model": name, "extra_body": {"ignore_eos": True}}
+            arguments: dict[str, Any] = BODY | {"model": name, "max_tokens": 12, "extra_body": {"ignore_eos": True}}
             whole = client.completions.create(**arguments)
             chunks = list(client.completions.create(**arguments, stream=True))
             assert {whole.model, *(chunk.model for chunk in chunks)} == {name}

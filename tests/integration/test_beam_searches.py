@@ -36,9 +36,9 @@ def system() -> Iterator[System]:
 
 
 @pytest.fixture(scope="module")
-def expected(demo_model: DemoModel) -> list[list[list[int]]]:
+def expected(whole_model: DemoModel) -> list[list[list[int]]]:
     """Of each prompt with each of the settings."""
-    return [by_transformers(demo_model, prompt, settings) for prompt in PROMPTS for settings in SETTINGS]
+    return [by_transformers(whole_model, prompt, settings) for prompt in PROMPTS for settings in SETTINGS]
 
 
 def by_transformers(model: DemoModel, prompt: str, settings: dict[str, Any]) -> list[list[int]]:
@@ -56,7 +56,7 @@ def by_transformers(model: DemoModel, prompt: str, settings: dict[str, Any]) -> 
 
 @pytest.mark.parametrize("path", Path)
 def test_answers_equal_transformers(
-    path: Path, system: System, demo_model: DemoModel, expected: list[list[list[int]]]
+    path: Path, system: System, whole_model: DemoModel, expected: list[list[list[int]]]
 ) -> None:
     """Four searches at once beside greedy answers, two of them streamed."""
     before = num_redraws(system)
@@ -68,7 +68,7 @@ def test_answers_equal_transformers(
     others = [{"prompt": PROMPTS[0], "max_tokens": 24, "temperature": 0, "cache_salt": f"{path}"}] * 3
     answers = system.ask_all(path, [("/v1/completions", body) for body in [*bodies, *others]])
     for wanted, answer in zip(expected, answers, strict=False):
-        found = [demo_model.token_ids(choice["logprobs"]["tokens"]) for choice in answer.choices]
+        found = [whole_model.token_ids(choice["logprobs"]["tokens"]) for choice in answer.choices]
         assert found == wanted
         assert answer.headers["x-pd-prefill"] == system.prefiller_of(path)
     system.settle()

@@ -12,6 +12,7 @@ from tests.integration.system import STEPS, Path, System, running_system
 from tests.integration.test_sampling_parity import COMPLETIONS, STORY, check_handed_over
 from tests.integration.test_structured_answers import FORMAT
 from tests.patient_node import PATIENT
+from tests.shallow_model import as_demo_model
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -33,7 +34,7 @@ BODIES = [{"prompt": STORY, "max_tokens": 80} | more for more in SETTINGS]
 @pytest.fixture(scope="module")
 def drafting() -> Iterator[System]:
     hook = {"PD_TEST_ENGINE_HOOK": "tests.drafters:look_up"}
-    with mock.patch.object(systems, "PATIENT", PATIENT | hook), running_system() as system:
+    with mock.patch.object(systems, "PATIENT", PATIENT | hook), running_system(*as_demo_model()) as system:
         yield system
 
 

@@ -14,11 +14,19 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.deadlines import wait_until
-from tests.integration.conftest import SHORT
 from tests.integration.gate import Gate
 from tests.integration.reference import LENGTHS, NUM_NEW_TOKENS, TIE, DemoModel, Reference
-from tests.integration.system import BLOCK_BYTES, BLOCK_SIZE, Answer, Path, System, running_system
-from tests.shallow_model import shallow_model
+from tests.integration.system import (
+    BLOCK_BYTES,
+    BLOCK_SIZE,
+    POLL_S,
+    SHALLOW_BLOCK_BYTES,
+    Answer,
+    Path,
+    System,
+    running_system,
+)
+from tests.shallow_model import as_demo_model
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -62,9 +70,12 @@ def roomy_system() -> Iterator[System]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", Path)
-def test_cold_then_warm(path: Path, roomy_system: System, references: list[Reference], demo_model: DemoModel) -> None:
-    assert len(references) >= 200
-    check_cold_then_warm(path, roomy_system, references, demo_model)
+def test_cold_then_warm(
+    path: Path, roomy_system: System, whole_references: list[Reference], whole_model: DemoModel
+) -> None:
+    """The whole model: in `make test` searches of beams have it (test_beam_searches.py)."""
+    assert len(whole_references) >= 200
+    check_cold_then_warm(path, roomy_system, whole_references, whole_model, BLOCK_BYTES)
 
 
 @pytest.mark.parametrize("path", Path)
@@ -75,25 +86,27 @@ def test_cold_then_warm_at_every_length(
     *_, limit, _ = sorted(length for length, _ in LENGTHS)
     assert {len(one.prompt) for one in some_references} == {length for length, _ in LENGTHS}
     chosen = [one for one in some_references if path is Path.P_FIRST or len(one.prompt) < limit]
-    check_cold_then_warm(path, system, chosen, demo_model)
+    check_cold_then_warm(path, system, chosen, demo_model, SHALLOW_BLOCK_BYTES)
 
 
-def check_cold_then_warm(path: Path, system: System, references: Sequence[Reference], demo_model: DemoModel) -> None:
+def check_cold_then_warm(
+    path: Path, system: System, references: Sequence[Reference], model: DemoModel, block_bytes: int
+) -> None:
     """Parity of both runs, and what the second one finds of the first: on D, and on P where D asks P."""
     node, size = system.node_of(path), BLOCK_SIZE
     lengths = [len(reference.prompt) for reference in references]
     salt = f"warm {path} {len(lengths)}"
 
     before = system.settled_metrics(node)
-    answers = run(system, path, references, demo_model, salt=salt)
+    answers = run(system, path, references, model, salt=salt)
     assert [answer.num_cached_tokens for answer in answers] == [0] * len(answers)
     assert {answer.headers["x-pd-prefill"] for answer in answers} == {system.prefiller_of(path)}
     assert {answer.headers["x-pd-decode"] for answer in answers} == {node}
     cold = system.settled_metrics(node)
     num_blocks = 0 if path is Path.MIXED else sum(-(-length // size) for length in lengths)
-    assert _grown(before, cold, "pd_kv_transfer_bytes_total") == num_blocks * BLOCK_BYTES
+    assert _grown(before, cold, "pd_kv_transfer_bytes_total") == num_blocks * block_bytes
 
-    answers = run(system, path, references, demo_model, salt=salt)
+    answers = run(system, path, references, model, salt=salt)
     whole = [length // size * size if path is not Path.MIXED else (length - 1) // size * size for length in lengths]
     warm = system.settled_metrics(node)
     if path is Path.D_FIRST:  # with nothing missing D does not ask: it computes the last block's last token again
@@ -103,7 +116,7 @@ def check_cold_then_warm(path: Path, system: System, references: Sequence[Refere
         whole = [length - size if alone else hit for length, alone, hit in zip(lengths, local, whole, strict=True)]
     assert [answer.num_cached_tokens for answer in answers] == whole
     num_blocks = 0 if path is Path.MIXED else sum(length % size != 0 for length in lengths)
-    assert _grown(cold, warm, "pd_kv_transfer_bytes_total") == num_blocks * BLOCK_BYTES
+    assert _grown(cold, warm, "pd_kv_transfer_bytes_total") == num_blocks * block_bytes
     assert _grown(before, warm, "pd_preemptions_recompute_total") == 0
 
 
@@ -193,39 +206,27 @@ SHORT_OF_MEMORY = ("--num-blocks=22",)  # for a handful of the prompts that P ha
 @pytest.fixture(scope="module")
 def chunking_system() -> Iterator[System]:
     """Steps so small that nearly every prompt takes several."""
-    with running_system(*CHUNKING, "--kv-cache-gb=0.4") as system:
+    with running_system(*CHUNKING, *as_demo_model(), "--kv-cache-gb=0.15") as system:
         yield system
 
 
 @pytest.fixture(scope="module")
-def shallow_demo_model() -> DemoModel:
-    """Its steps take half the time: for many small ones, and for those that preemption repeats."""
-    return DemoModel(shallow_model())
-
-
-@pytest.fixture(scope="module")
-def shallow_references(shallow_demo_model: DemoModel, some_prompts: list[list[int]]) -> list[Reference]:
-    """What it makes of prompts that fit a small cache."""
-    return shallow_demo_model.generate([prompt for prompt in some_prompts if len(prompt) <= SHORT])
-
-
-@pytest.fixture(scope="module")
 def small_chunking_system() -> Iterator[System]:
-    """The shallow model, and P's memory is soon full. It has room for more sequences than for their blocks."""
+    """P's memory is soon full. It has room for more sequences than for their blocks."""
     roles = {"prefill": [f"--max-num-seqs={CHUNK_TOKENS}", *SHORT_OF_MEMORY], "decode": ["--kv-cache-gb=0.04"]}
-    with running_system(*CHUNKING, f"--model={shallow_model()}", role_flags=roles) as system:
+    with running_system(*CHUNKING, *as_demo_model(), role_flags=roles) as system:
         yield system
 
 
 @pytest.mark.parametrize("path", Path)
 def test_chunking(
-    path: Path, small_chunking_system: System, shallow_references: list[Reference], shallow_demo_model: DemoModel
+    path: Path, small_chunking_system: System, short_references: list[Reference], demo_model: DemoModel
 ) -> None:
     """P computes each prompt as the blocks of earlier ones are released."""
     before = small_chunking_system.settled_metrics("prefill")
-    check_chunking(path, small_chunking_system, shallow_references, shallow_demo_model)
+    check_chunking(path, small_chunking_system, short_references, demo_model)
     if path is not Path.MIXED:
-        check_short_of_memory(small_chunking_system, shallow_references, before)
+        check_short_of_memory(small_chunking_system, short_references, before)
 
 
 @pytest.mark.slow
@@ -251,20 +252,20 @@ def check_chunking(path: Path, system: System, references: Sequence[Reference], 
 def d_short_of_memory(kind: str, num_blocks: int, swap_gb: float, gate: Gate) -> AbstractContextManager[System]:
     """D's cache cannot hold the sequences that run there; P's holds everything."""
     decode = [f"--num-blocks={num_blocks}", *([f"--swap-gb={swap_gb}"] if kind == "swap" else [])]
-    roles = {"decode": decode, "prefill": ["--kv-cache-gb=0.75"]}
-    return running_system("--load-deadline-s=400", role_flags=roles, gate=gate)
+    roles = {"decode": decode, "prefill": ["--kv-cache-gb=0.25"]}
+    return running_system(*as_demo_model(), "--load-deadline-s=400", role_flags=roles, gate=gate)
 
 
 @pytest.fixture(scope="module")
 def swapping_system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
-    with d_short_of_memory("swap", 24, 0.05, Gate(tmp_path_factory.mktemp("gate"), "decode")) as system:
+    with d_short_of_memory("swap", 24, 0.02, Gate(tmp_path_factory.mktemp("gate"), "decode")) as system:
         yield system
 
 
 @pytest.fixture(scope="module")
 def short_of_memory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
-    """D's cache cannot hold the sequences that run there; P's holds everything. The shallow model."""
-    flags = (f"--model={shallow_model()}", "--load-deadline-s=400", "--max-num-seqs=10")
+    """D's cache cannot hold the sequences that run there; P's holds everything."""
+    flags = (*as_demo_model(), "--load-deadline-s=400", "--max-num-seqs=10")
     gate = Gate(tmp_path_factory.mktemp("gate"), "decode")
     with running_system(*flags, role_flags={"decode": ["--num-blocks=24"]}, gate=gate) as system:
         yield system
@@ -272,9 +273,9 @@ def short_of_memory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System
 
 @pytest.mark.parametrize("path", Path)
 def test_preemption(
-    path: Path, short_of_memory: System, shallow_references: list[Reference], shallow_demo_model: DemoModel
+    path: Path, short_of_memory: System, short_references: list[Reference], demo_model: DemoModel
 ) -> None:
-    check_preemption(path, short_of_memory, "recompute", shallow_references, shallow_demo_model)
+    check_preemption(path, short_of_memory, "recompute", short_references, demo_model)
 
 
 @pytest.mark.slow
@@ -291,7 +292,7 @@ def barely_enough_memory(
 ) -> Iterator[tuple[str, System]]:
     """The same for the longest prompts: one of them nearly fills the cache."""
     gate = Gate(tmp_path_factory.mktemp("gate"), "decode")
-    with d_short_of_memory(request.param, 225, 0.1, gate) as system:
+    with d_short_of_memory(request.param, 225, 0.04, gate) as system:
         yield request.param, system
 
 
@@ -314,7 +315,10 @@ def check_preemption(path: Path, system: System, kind: str, references: Sequence
         with ThreadPoolExecutor() as pool:
             with system.decode_held(answer=4):
                 running = pool.submit(run, system, path, references, model, salt=f"{kind} {path} {attempt}")
-                wait_until(lambda: system.metric("decode", IN_FLIGHT) == len(references) or running.done())  # noqa: B023
+                wait_until(
+                    lambda: system.metric("decode", IN_FLIGHT) == len(references) or running.done(),  # noqa: B023
+                    poll_s=POLL_S,
+                )
                 assert not running.done()
             answers = running.result()
         assert {answer.headers["x-pd-prefill"] for answer in answers} == {system.prefiller_of(path)}
@@ -327,7 +331,7 @@ def check_preemption(path: Path, system: System, kind: str, references: Sequence
 @pytest.fixture(scope="module")
 def p_short_of_memory() -> Iterator[System]:
     """Its steps take whole prompts."""
-    with running_system("--load-deadline-s=400", role_flags={"prefill": SHORT_OF_MEMORY}) as system:
+    with running_system(*as_demo_model(), "--load-deadline-s=400", role_flags={"prefill": SHORT_OF_MEMORY}) as system:
         yield system
 
 

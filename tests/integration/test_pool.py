@@ -22,6 +22,7 @@ from tests.deadlines import HANG_S
 from tests.integration.reference import NUM_NEW_TOKENS as NUM_PARITY_TOKENS
 from tests.integration.system import ANSWER_DEADLINE_S, BLOCK_SIZE, Answer, wait_until
 from tests.integration.test_parity import MOST_TIES, Tally, compare
+from tests.shallow_model import as_demo_model
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -138,7 +139,7 @@ UNAVAILABLE = 'pd_pool_misses_total{reason="unavailable"}'
 def cluster(request: pytest.FixtureRequest, shared_system: System) -> Iterator[PoolCluster]:
     kind, degree = request.param
     with StoreServer() if kind == "lmcache" else MooncakeMaster() as server, Launcher() as launcher:
-        flags = ("--kv-cache-gb=0.15", "--block-size=16", "--min-remote-tokens=17")
+        flags = (*as_demo_model(), "--kv-cache-gb=0.05", "--block-size=16", "--min-remote-tokens=17")
         # On a busy machine a search of the pool, and a handover, may take longer than the product gives them. Then a
         # node computes what these tests count
         patient = (f"--pool-deadline-s={HANG_S:g}", f"--load-deadline-s={ANSWER_DEADLINE_S:g}")

@@ -10,11 +10,13 @@ import pytest
 import torch
 from torch.nn.functional import rms_norm
 
-from tests.integration.reference import DEMO_MODEL, DemoModel
 from tests.integration.system import Path, System
+from tests.shallow_model import shallow_model
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from tests.integration.reference import DemoModel
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 logger = logging.getLogger(__name__)
@@ -83,7 +85,7 @@ def test_lm_eval_scores_as_its_hf_backend(shared_system: System) -> None:
     pairs = [(text[:cut], text[cut:]) for text, some in zip(texts, cuts, strict=True) for cut in some]
     asked = [instance.Instance("loglikelihood", {}, pair, i) for i, pair in enumerate(pairs)]
     # lm-eval 0.4.13 takes the sums of pairs that make up the same text from one pair's, unless the cache is off
-    options = {"pretrained": str(DEMO_MODEL), "device": "cpu", "logits_cache": False}
+    options = {"pretrained": shallow_model(), "device": "cpu", "logits_cache": False}
     expected = hf.HFLM(dtype="float32", **options).loglikelihood(asked)
     exact = hf.HFLM(dtype="float64", **options)
     computing_in_float64(exact.model)
@@ -92,7 +94,7 @@ def test_lm_eval_scores_as_its_hf_backend(shared_system: System) -> None:
         for backend in ("huggingface", "remote"):
             client = completions.LocalCompletionsAPI(
                 base_url=f"{shared_system.router_url}/v1/completions", model="demo_model",
-                tokenizer=str(DEMO_MODEL) if backend == "huggingface" else None, tokenizer_backend=backend,
+                tokenizer=shallow_model() if backend == "huggingface" else None, tokenizer_backend=backend,
                 num_concurrent=4, header={"x-pd-route": path.value},
             )  # fmt: skip
             found = client.loglikelihood(asked)

@@ -23,6 +23,7 @@ from tests.integration.test_sampling_parity import (
     check_same,
     salted,
 )
+from tests.shallow_model import as_demo_model
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 pytest.importorskip("llguidance")
@@ -186,7 +187,7 @@ def test_preemption_on_d_changes_no_answer(path: Path, system: System) -> None:
         for number in range(10)
     ]
     mixed = system.ask_all(Path.MIXED, [(COMPLETIONS, body) for body in bodies])
-    with running_system("--kv-cache-gb=0.006") as small:
+    with running_system(*as_demo_model(), "--num-blocks=30") as small:
         answers = small.ask_all(path, [(COMPLETIONS, body) for body in bodies])
         samples = small.settled_metrics("decode")
     preempted = [value for name, value in samples.items() if name.startswith("pd_preemptions_")]

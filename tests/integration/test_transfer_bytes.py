@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.integration.reference import random_prompt
-from tests.integration.system import BLOCK_BYTES, Path, System, wait_until
+from tests.integration.system import SHALLOW_BLOCK_BYTES, Path, System, wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -32,7 +32,7 @@ def moved_blocks(system: System, path: Path, prompt: Sequence[int], *, num_loads
     wait_until(lambda: system.metric("decode", "pd_loads_done_total") == done, lambda: str(system.metrics("decode")))
     after = system.settled_metrics("decode")
     assert after["pd_loads_done_total"] == done
-    return (after["pd_kv_transfer_bytes_total"] - before["pd_kv_transfer_bytes_total"]) / BLOCK_BYTES
+    return (after["pd_kv_transfer_bytes_total"] - before["pd_kv_transfer_bytes_total"]) / SHALLOW_BLOCK_BYTES
 
 
 def draw(seed: int, length: int) -> list[int]:
