@@ -95,8 +95,9 @@ class AdapterStore:
         until_s = time.monotonic() + unpin_s
         for digest in tuple(self._held):
             self.drop(digest)
-        while self._spare and time.monotonic() < until_s:
-            self._spare.popleft().close(pause_s=0.0)
+        with suppress(IndexError):  # there are none left: a read that goes on takes from them, too
+            while time.monotonic() < until_s:
+                self._spare.popleft().close(pause_s=0.0)
 
     def _run(self, digest: str, path: str, told: Callable[[str, str, int], None]) -> None:
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from traceback import clear_frames
@@ -75,10 +76,11 @@ class DeviceState:
         with self._plan.owned, self._weights.owned:
             if waits:
                 self._synchronize()
+            until_s = time.monotonic() + UNPIN_S
             if self._cache is not None:
                 self._cache.host.close(UNPIN_S if waits else 0.0)
             if waits and self._weights.adapters is not None:
-                self._weights.adapters.close(UNPIN_S)
+                self._weights.adapters.close(until_s - time.monotonic())
 
     def left_for(self, state: NextState) -> NextState:
         """Leave this state. -> `state`, which owns from now on what this one did."""

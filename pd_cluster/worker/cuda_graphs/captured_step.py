@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from pd_kernels.values import Ints, StepSize
 
 Plan: TypeAlias = "AttentionPlan | LatentPlan"
-NO_ROWS = np.empty(0, np.int64)
 
 
 class StepPlaces(NamedTuple):
@@ -100,7 +99,7 @@ class CapturedStep(Protocol):
     def pad(self, places: StepPlaces, padding_row: int, padding_slots: Ints) -> None:
         """Turn zeroed places into a step of padding alone. It reads no cache, and writes to `padding_slots` at most.
 
-        `padding_slots`: [G, 1].
+        `padding_slots`: [G, 1]. `StepPlaces.put_adapters` is left to be called.
         """
 
     def fill(
@@ -158,7 +157,6 @@ class DecodeStep:
         if places.states is not None:
             places.states[:] = NONE
             places.states[1] = self.no_slot
-        places.put_adapters(NO_ROWS)
 
     def fill(
         self, places: StepPlaces, chunks: tuple[SequenceChunk, ...], samples: Samples, lens: Ints, ends: Ints
@@ -242,7 +240,6 @@ class MixedStep:
             tiles[0] = self.size.num_seqs
         if self.room is not None:
             self.room.pad(places.states)
-        places.put_adapters(NO_ROWS)
 
     def fill(
         self, places: StepPlaces, chunks: tuple[SequenceChunk, ...], samples: Samples, lens: Ints, ends: Ints

@@ -128,6 +128,7 @@ class StepGraphs:
         self._host_buffer.begin()
         places = step.places(self._host_buffer.take_first(step.length))
         step.pad(places, self._rows.padding_row, self._padding_slots)
+        places.put_adapters(np.empty(0, np.int64))
         self._host_buffer.flush()
 
     def _run(self, step: CapturedStep) -> ReplayOutputs:
