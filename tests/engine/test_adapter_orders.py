@@ -155,7 +155,7 @@ def test_each_request_is_answered_by_its_adapter(adapted: Adapted, mode: str, mo
     bench = adapted.bench(mode, **more)
     bench.load(*adapted.adapters)
     digests = ["", *(adapter.digest for adapter in adapted.adapters)]
-    pairs = [pair for pair in product(range(len(PROMPTS)), range(len(digests))) if sum(pair) % 2 == 0]
+    pairs = list(product((0, 2, 3, 4), range(len(digests))))  # those that hold their slots for long
     for request, index in pairs:
         bench.send(asked(digests[index], index, request))
     expect_answers(bench, adapted, pairs)
