@@ -29,7 +29,7 @@ def small() -> Iterator[Node]:
         yield node
 
 
-ASKED = tenants_requests(24, 1, 4, (32, 48, 64), 24)
+ASKED = tenants_requests(16, 1, 3, (48, 64), 20)
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import queue
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -36,13 +35,20 @@ class MadeAdapter:
     digest: str
     changes: Mapping[str, torch.Tensor]  # by module: what is added to its weight
 
-    def merged(self, model: Any) -> Any:
-        """A copy of transformers' model with this adapter in its weights."""
-        changed = copy.deepcopy(model)
+    @contextmanager
+    def merged(self, model: Any) -> Iterator[None]:
+        """Meanwhile transformers' model has this adapter in its weights."""
+        weights = {name: model.get_submodule(name).weight for name in self.changes}
+        plain = {name: weight.detach().clone() for name, weight in weights.items()}
         with torch.no_grad():
-            for name, change in self.changes.items():
-                changed.get_submodule(name).weight += change
-        return changed
+            for name, weight in weights.items():
+                weight += self.changes[name]
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for name, weight in weights.items():
+                    weight.copy_(plain[name])
 
     @contextmanager
     def hooked(self, model: Any) -> Iterator[None]:

@@ -118,7 +118,7 @@ def check(node: Node, asked: list[AddRequest], least_hits: int) -> None:
 @pytest.mark.integration
 def test_hits_and_handoffs_alter_no_answer(node: Node) -> None:
     """Beside drafts, with NaN in every host block at first."""
-    check(node, tenants_requests(16, 1, 4, (32, 48, 64), 16), 48)
+    check(node, tenants_requests(12, 1, 3, (48, 64), 12), 48)
 
 
 @pytest.mark.slow

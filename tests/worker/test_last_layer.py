@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from pd_cluster.worker.step_inputs import StepInputs
 
-LENGTHS = (1, 15, 16, 17, 70, 40, 2)
+LENGTHS = (1, 15, 16, 17, 50, 2)
 WINDOWED = [
     "qwen3",
     "mistral-window",
@@ -63,7 +63,7 @@ def run(executor: DeviceExecutor, budget: int) -> None:
     """Prompts around the block size, in chunks beside decodes."""
     driver = Driver(executor, budget)
     for seed, prompt in enumerate(random_prompts(LENGTHS, VOCAB_SIZE)):
-        driver.add(prompt, SamplingParams(max_tokens=5 + seed, temperature=0.7 * (seed % 2)), seed)
+        driver.add(prompt, SamplingParams(max_tokens=1 + seed, temperature=0.7 * (seed % 2)), seed)
     driver.run()
 
 

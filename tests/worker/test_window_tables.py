@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 from tests.worker.driver import Generation
 
 WINDOWED = ["gemma3", "qwen2-some-windows", "mistral-window", "gpt-oss"]  # one with no layer of the other kind
-LENGTHS = [150, 1, 40, 90, 16, 71]
+LENGTHS = [120, 1, 40, 70, 16, 51]
 
 
 class Logits:
@@ -37,12 +37,12 @@ def serve(executor: DeviceExecutor, budget: int, frees: bool) -> tuple[list[torc
     executor.clear()
     logits, driver = Logits(executor), Driver(executor, budget, frees=frees)
     for prompt in random_prompts(LENGTHS[:3], VOCAB_SIZE):
-        driver.add(prompt, SamplingParams(max_tokens=28, temperature=0.0))
+        driver.add(prompt, SamplingParams(max_tokens=20, temperature=0.0))
     first = driver.sequences[0]
     while len(first.tokens) < 5 or first.computed % driver.block_size:
         driver.step()
     for prompt in random_prompts(LENGTHS[3:], VOCAB_SIZE, seed=1):
-        driver.add(prompt, SamplingParams(max_tokens=12, temperature=0.0))
+        driver.add(prompt, SamplingParams(max_tokens=8, temperature=0.0))
     driver.add(
         [*first.all_ids[: first.computed], 5, 9, 11], SamplingParams(max_tokens=5, temperature=0.0), prefix_of=first
     )
