@@ -187,7 +187,7 @@ def _models() -> Row:
         "other decoders that keep no state but keys and values (by transformers' modules: correct, not fast; on a GPU "
         "only tiny models of six of them were compared)",
         "[adapters](docs/adapters.md) (LoRA) by the request's `model`, through both kinds of nodes (off by default; "
-        "compared on CPU, steps of one shape timed on one H200)",
+        "compared on CPU, steps and first tokens of one shape timed on one and two H200s)",
     ]
     if "lora_slots" not in SETTINGS:
         raise ValueError("nodes have no --lora-slots: correct docs/generate/matrix.py")
