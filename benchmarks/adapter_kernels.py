@@ -8,7 +8,6 @@ that processes share that work. Parts: kernels, variants, layers, pages.
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
 import time
 from functools import partial
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from benchmarks.kernel_time import seconds_of
 from pd_cluster.large_pages import large_pages
 from pd_cluster.models.linear import Linear
 from pd_cluster.models.linear_adapters import AdapterStep, LinearAdapters
@@ -77,24 +77,9 @@ def rows_of(count: int, adapters: int, most: int = 0) -> AdapterRows:
     return AdapterRows(places, kept, most)
 
 
-def timed(works: list[Callable[[], object]], repeats: int = 7) -> float:
+def timed(works: list[Callable[[], object]]) -> float:
     """us of one of the works, which are captured one after another."""
-    for work in works[:1]:
-        work()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for work in works:
-            work()
-    found = []
-    for _ in range(repeats):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        begin.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        found.append(float(begin.elapsed_time(end)) * 1e3 / len(works))
-    return statistics.median(found[2:])
+    return seconds_of(works) * 1e6
 
 
 def bounds_us(name: str, rank: int, count: int, adapters: int) -> tuple[float, float, float]:

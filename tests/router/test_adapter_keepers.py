@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, cast
 
 import pytest
@@ -25,9 +26,12 @@ from tests.router.test_cluster_adapters import a_node, a_pair, ask, followed, or
 from tests.server.test_node_adapters import written
 
 if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
     from pathlib import Path
 
     from pd_router.nodes.upstream import Upstream
+    from tests.router.router_process import Router
+    from tests.server.live_server import Node as LiveNode
 
 pytestmark = pytest.mark.anyio
 ONE, TWO = "1" * 32, "2" * 32
@@ -108,18 +112,24 @@ async def test_too_many_adapters_and_a_slow_disk_are_named_and_end_nothing(
         assert (await order(router, "more", "b"))[0] == 200, "nothing is left of them"
 
 
+@asynccontextmanager
+async def two_decodes(root: Path) -> AsyncIterator[tuple[Router, LiveNode, LiveNode]]:
+    async with (
+        a_node(root, "d") as first,
+        a_node(root, "d2") as second,
+        serving(decode=[first, second], admin_endpoints="open") as router,
+    ):
+        await followed(router, first, second)
+        yield router, first, second
+
+
 @pytest.mark.long
 async def test_a_node_with_the_adapter_of_before_gets_no_request_of_the_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It stood still during the order. While no node has the new one, those of before answer."""
     written(tmp_path / "a")
-    async with (
-        a_node(tmp_path, "d") as d,
-        a_node(tmp_path, "d2") as stale,
-        serving(decode=[d, stale], admin_endpoints="open") as router,
-    ):
-        await followed(router, d, stale)
+    async with two_decodes(tmp_path) as (router, d, stale):
         _, done = await order(router, "tuned", "a")
         table = router.services.table
         newer = AdapterRecord("tuned", "a", done["digest"], 1 << 62)
@@ -142,12 +152,7 @@ async def test_an_unloaded_adapter_is_not_served_by_a_node_that_was_not_told(
 ) -> None:
     """It stood still during the unload, so it lists the name and would answer."""
     written(tmp_path / "a")
-    async with (
-        a_node(tmp_path, "d") as d,
-        a_node(tmp_path, "d2") as stale,
-        serving(decode=[d, stale], admin_endpoints="open") as router,
-    ):
-        await followed(router, d, stale)
+    async with two_decodes(tmp_path) as (router, _, stale):
         assert (await order(router, "tuned", "a"))[0] == 200
         table = router.services.table
         kept, second = dict(table.nodes[1].adapters or {}), table.nodes[1]
