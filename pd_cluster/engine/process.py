@@ -71,8 +71,8 @@ def rare_garbage_collection() -> Iterator[None]:
 
     The step loop makes no reference cycles, so there is next to nothing to collect. But a step makes more objects than
     CPython's threshold, each collection moves those that are alive to the next generation, and a collection of the
-    oldest one reads every cached block and every prompt while all streams stand still. A process that had exempted
-    objects before, as tests have, keeps them so.
+    oldest one reads every cached block and every prompt while all streams stand still. Objects that were
+    exempted before stay so.
     """
     young, *older = gc.get_threshold()
     had_exempted = gc.get_freeze_count() > 0
