@@ -171,9 +171,8 @@ class NixlTransport(Transport):
         try:
             self._layout = cache.layout
             agent = NixlAgent(self._agent_name, cache.tensors, self._network)
-            self._description = msgspec.msgpack.encode(
-                _Description(agent.name, agent.metadata(), agent.regions, agent.ports)
-            )
+            description = _Description(agent.name, agent.metadata(), agent.regions, agent.ports)
+            self._description = msgspec.msgpack.encode(description)
         except Exception as error:
             self._start_error = error
             return
