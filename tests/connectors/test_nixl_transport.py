@@ -79,7 +79,7 @@ class Bench:
 
     def connect(self, key: PeerKey = PEER) -> None:
         region = Region(base=0, num_blocks=NUM_BLOCKS, block_bytes=SIZE, stride=SIZE, segment="DRAM", device=0)
-        there = {"agent": "peer", "metadata": b"peer", "regions": (region,)}
+        there = {"agent": "peer", "metadata": b"peer", "regions": (region,), "ports": (45001,)}
         self.transport.connect(key, msgspec.msgpack.encode(there))
 
     def connected(self, key: PeerKey = PEER) -> None:
@@ -212,6 +212,21 @@ def test_a_refused_warm_up_leaves_nothing_behind(bench: Bench, error: Exception)
     assert bench.nixl.forgotten == bench.nixl.loaded == ["peer"]
     assert len(bench.nixl.lists) == 1
     bench.connected()
+
+
+def test_resets_of_a_peer_are_dropped_until_it_is_given_up_within_a_read(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may read over the same connection; and a read of a peer that is gone must end."""
+    calls: list[tuple[str, object]] = []
+    for name in ("drop_resets", "hear_resets"):
+        monkeypatch.setattr(transfer, name, lambda ports, name=name: calls.append((name, ports)))
+    bench.connected()
+    bench.read()
+    assert calls == [("drop_resets", (45001,))]
+    bench.transport.disconnect(PEER)
+    bench.settle()
+    assert calls[1:] == [("hear_resets", (45001,))]
 
 
 def inboxes() -> dict[str, queue.Queue[Any]]:

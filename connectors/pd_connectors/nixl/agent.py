@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from pd_connectors.nixl.machine import check_free_port
+from pd_connectors.nixl.machine import check_free_port, listening_sockets
+from pd_connectors.nixl.resets import drop_resets
 from pd_connectors.protocol.errors import ConnectorUnavailable, HandoffError
 
 if TYPE_CHECKING:
@@ -109,8 +110,11 @@ class NixlAgent:
         check_free_port(network)
         try:
             self._agent = self._bind.nixlAgent(name, config)
+            before = set(listening_sockets())
             with _environment(network.settings):
                 self._backends = [self._agent.createBackend("UCX", {})]
+            self.ports = tuple(port for _, port in set(listening_sockets()) - before)  # UCX's
+            drop_resets(self.ports)
             for base, num_bytes in {(s.data_ptr(), s.nbytes()) for s in (each.untyped_storage() for each in tensors)}:
                 self._register(self.regions[0].segment, base, num_bytes, self.regions[0].device)
             self._register("DRAM", self._scratch_base, WARM_UP_BYTES, 0)

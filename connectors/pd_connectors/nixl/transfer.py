@@ -26,6 +26,7 @@ import msgspec
 
 from pd_connectors.nixl.agent import EndpointFailed, MayStillLand, NixlAgent, NixlError, Region, Remote
 from pd_connectors.nixl.gpu_memory import open_driver, refuse_mapped
+from pd_connectors.nixl.resets import drop_resets, hear_resets
 from pd_connectors.protocol.errors import ConnectorUnavailable
 from pd_connectors.protocol.layout import BlockLayout
 from pd_connectors.protocol.slices import slices_between
@@ -52,6 +53,7 @@ class _Description(msgspec.Struct, frozen=True):
     agent: str
     metadata: bytes
     regions: tuple[Region, ...]  # one a group
+    ports: tuple[int, ...] = ()  # where UCX listens; an older node does not say
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +78,7 @@ class _Fence:
 class _Peer:
     key: PeerKey
     remote: Remote
+    ports: tuple[int, ...]
     warm_up: int | None = None  # NIXL's handle until the endpoint is ready
     reads: dict[ReadId, _Read] = field(default_factory=dict)  # a handle is never released before it is terminal
     doubtful: dict[ReadId, _Doubt] = field(default_factory=dict)  # failed, and yet they may land
@@ -168,7 +171,8 @@ class NixlTransport(Transport):
         try:
             self._layout = cache.layout
             agent = NixlAgent(self._agent_name, cache.tensors, self._network)
-            self._description = msgspec.msgpack.encode(_Description(agent.name, agent.metadata(), agent.regions))
+            description = _Description(agent.name, agent.metadata(), agent.regions, agent.ports)
+            self._description = msgspec.msgpack.encode(description)
         except Exception as error:
             self._start_error = error
             return
@@ -206,7 +210,7 @@ class NixlTransport(Transport):
             if theirs != expected:  # a slice could reach beyond the region
                 raise NixlError(f"its blocks have {theirs} bytes, not {expected}")
             slices = slices_between(key.rank, key.num_ranks, self._layout, self._rank, key.num_groups)
-            peer = _Peer(key, agent.connect(there.metadata, there.regions, slices))
+            peer = _Peer(key, agent.connect(there.metadata, there.regions, slices), there.ports)
         except (NixlError, msgspec.MsgspecError) as error:
             self._tell(ConnectFailed(key, str(error)))
             return
@@ -238,6 +242,7 @@ class NixlTransport(Transport):
         peer = self._peers.pop(key, None)
         if peer is not None and peer.is_busy:
             self._retired.append(peer)
+            hear_resets(peer.ports)
         elif peer is not None:
             self._remove(agent, peer)
 
@@ -273,6 +278,8 @@ class NixlTransport(Transport):
         if self._peers.get(peer.key) is peer:
             if isinstance(completion, ConnectFailed):
                 self._disconnect(agent, peer.key)
+            else:
+                drop_resets(peer.ports)  # over this connection the peer may read, too
             self._tell(completion)
 
     def _check_reads(self, agent: NixlAgent, peer: _Peer) -> None:

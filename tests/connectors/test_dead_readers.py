@@ -1,0 +1,144 @@
+"""Readers over TCP that are killed while their questions lie unread at the owner: the owner serves on.
+
+The owner stands still meanwhile, so that each kill comes at that event. Without `drop_resets` UCX ends the owner at
+the first kill.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from contextlib import contextmanager, suppress
+from multiprocessing import Pipe
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import pytest
+import torch
+
+from pd_connectors.nixl.agent import NixlAgent, Region, Remote
+from pd_connectors.nixl.machine import local_network
+from pd_connectors.nixl.resets import drop_resets
+from pd_connectors.protocol.slices import SliceRead
+from tests.connectors.forked import start_process
+from tests.deadlines import HANG_S, wait_until
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from multiprocessing.connection import Connection
+    from multiprocessing.process import BaseProcess
+
+pytest.importorskip("nixl_cu13")
+pytestmark = pytest.mark.integration
+
+NUM_BLOCKS, BLOCK_BYTES = 32, 1 << 18  # an answer is many sends
+KILLS = 3
+
+
+def make_agent(name: str, value: int) -> tuple[NixlAgent, torch.Tensor]:
+    memory = torch.full((NUM_BLOCKS, BLOCK_BYTES), value, dtype=torch.uint8)
+    return NixlAgent(name, [memory], local_network("127.0.0.1", None)), memory
+
+
+def own(pipe: Connection) -> None:
+    """Be read, and connect to each reader that is told: it reads over this connection then."""
+    agent, _ = make_agent("owner", 7)
+    pipe.send((agent.metadata(), agent.regions))
+    with suppress(EOFError):
+        while True:
+            metadata, regions, ports = pipe.recv()
+            connect(agent, metadata, regions)
+            drop_resets(ports)
+            pipe.send("connected")
+
+
+def read(pipe: Connection, name: str, metadata: bytes, regions: tuple[Region, ...]) -> None:
+    """Connect, then read all blocks once when asked to, and tell whether they are right."""
+    agent, memory = make_agent(name, 0)
+    pipe.send((agent.metadata(), agent.regions, agent.ports))
+    pipe.recv()
+    remote = connect(agent, metadata, regions)
+    pipe.send("connected")
+    pipe.recv()
+    handles = post_all(agent, remote)
+    pipe.send("asked")
+    for handle in handles:
+        wait_done(agent, handle)
+    pipe.send(bool((memory == 7).all()))
+
+
+def connect(agent: NixlAgent, metadata: bytes, regions: tuple[Region, ...]) -> Remote:
+    remote = agent.connect(metadata, regions, (SliceRead(0, 0, 0, 0, 0, BLOCK_BYTES),))
+    wait_done(agent, agent.post_warm_up(remote))
+    return remote
+
+
+def post_all(agent: NixlAgent, remote: Remote) -> list[int]:
+    """Block by block."""
+    return [agent.post_read(remote, ((block,),), ((block,),)) for block in range(NUM_BLOCKS)]
+
+
+def wait_done(agent: NixlAgent, handle: int) -> None:
+    while not agent.is_done(handle):
+        time.sleep(0.0005)
+
+
+@contextmanager
+def running(target: Any, *arguments: Any) -> Iterator[tuple[BaseProcess, Connection]]:
+    """A process and our end of a pipe to it."""
+    ours, theirs = Pipe()
+    process = start_process(target, theirs, *arguments)
+    theirs.close()
+    try:
+        yield process, ours
+    finally:
+        process.kill()
+        process.join(HANG_S)
+        ours.close()
+
+
+def told(pipe: Connection) -> Any:
+    assert pipe.poll(HANG_S), "it says nothing"
+    return pipe.recv()
+
+
+def unread_bytes(owner: psutil.Process) -> int:
+    """On the TCP connections of a process, as the kernel tells them."""
+    ports = {connection.laddr.port for connection in owner.net_connections("tcp")}
+    lines = [line.split() for line in Path("/proc/net/tcp").read_text(encoding="utf-8").splitlines()[1:]]
+    mine = [fields for fields in lines if int(fields[1].partition(":")[2], 16) in ports and fields[3] != "0A"]
+    return sum(int(fields[4].partition(":")[2], 16) for fields in mine)
+
+
+@pytest.mark.parametrize("owner_connects", [False, True])
+def test_a_reader_that_is_killed_does_not_end_the_owner(monkeypatch: pytest.MonkeyPatch, owner_connects: bool) -> None:
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    with running(own) as (process, pipe):
+        there = told(pipe)
+        owner = psutil.Process(process.pid)
+        for number in range(KILLS):
+            with running(read, f"reader-{number}", *there) as (reader, asked):
+                here = told(asked)
+                if owner_connects:
+                    pipe.send(here)
+                    assert told(pipe) == "connected"
+                asked.send("connect")
+                assert told(asked) == "connected"
+                owner.suspend()
+                wait_until(lambda: owner.status() == psutil.STATUS_STOPPED)
+                asked.send("read")
+                assert told(asked) == "asked"
+                os.kill(reader.pid or 0, signal.SIGKILL)
+                reader.join(HANG_S)
+            assert unread_bytes(owner) > 0, "it has no question left to answer"
+            owner.resume()
+        with running(read, "reader", *there) as (_, asked):
+            told(asked)
+            asked.send("connect")
+            assert told(asked) == "connected", process.exitcode
+            asked.send("read")
+            assert told(asked) == "asked"
+            assert told(asked) is True
+        assert process.is_alive()
