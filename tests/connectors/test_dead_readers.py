@@ -34,7 +34,7 @@ pytest.importorskip("nixl_cu13")
 pytestmark = pytest.mark.integration
 
 NUM_BLOCKS, BLOCK_BYTES = 32, 1 << 18  # an answer is many sends
-KILLS = 3
+KILLS = 1  # without the filter the owner dies at the first
 
 
 def make_agent(name: str, value: int) -> tuple[NixlAgent, torch.Tensor]:
