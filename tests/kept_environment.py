@@ -31,9 +31,10 @@ def _raw() -> dict[bytes, bytes]:
 
 
 def _restore(before: Mapping[bytes, bytes]) -> None:
-    """Only what changed: threads of libraries may read the others meanwhile."""
-    for name in [name for name in os.environb if name not in before]:
+    """Only what changed: threads of libraries may read the others meanwhile. Pytest's own variable always has."""
+    now = _raw()
+    for name in [name for name in now if name not in before]:
         del os.environb[name]
     for name, value in before.items():
-        if os.environb.get(name) != value:
+        if now.get(name) != value:
             os.environb[name] = value

@@ -48,14 +48,16 @@ class RunBench(Told):
 def answered(
     node: Node, samplings: Sequence[SamplingParams], prediction: Sequence[int] = (), mode: str = "off"
 ) -> tuple[Answered, list[int]]:
-    """One request of each sampling after the other, and the tokens of the last step of each sequence.
+    """One request of each sampling, and the tokens of the last step of each sequence.
 
-    With a prediction the node drafts.
+    With a prediction the node drafts, and they come one after the other: a step has few drafts of all sequences.
     """
     bench = RunBench(node.executor, node.connector, mode, drafter=lookup_drafter() if prediction else None)
     for index, sampling in enumerate(samplings):
         bench.send(AddRequest(f"r{index}", list(PROMPT), sampling, prediction=tuple(prediction)))
-        found = bench.answered()
+        if prediction:
+            bench.answered()
+    found = bench.answered()
     if prediction:
         assert bench.stats is not None
         assert bench.stats.counters["spec_decode_num_accepted_tokens_total"] > 3 * len(samplings)

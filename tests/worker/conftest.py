@@ -157,11 +157,16 @@ class SavedModel:
         They equal `tokens` if these are its greedy continuation, and only then. One pass computes them;
         `generate` makes one for each token.
         """
+        return self.greedy_each([prompt], [tokens])[0]
+
+    def greedy_each(self, prompts: list[list[int]], outputs: list[list[int]]) -> list[list[int]]:
+        """The same of several prompts by one pass. They are padded to the longest: no token sees those after it."""
+        rows = [[*prompt, *tokens[:-1]] for prompt, tokens in zip(prompts, outputs, strict=True)]
+        longest = max(map(len, rows))
+        padded = torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows])
         with torch.inference_mode():
-            ids = torch.tensor([[*prompt, *tokens[:-1]]])
-            logits: torch.Tensor = self.model(ids, use_cache=False).logits[0, len(prompt) - 1 :]
-        found: list[int] = logits.argmax(-1).tolist()
-        return found
+            best = self.model(padded, use_cache=False).logits.argmax(-1).tolist()
+        return [ids[len(prompt) - 1 : len(row)] for ids, prompt, row in zip(best, prompts, rows, strict=True)]
 
     def logprobs(self, ids: list[int]) -> torch.Tensor:
         """Log-softmax at every position, [len(ids), V]."""

@@ -1,4 +1,4 @@
-"""Ranks that are forked from the server of all workers: 0.8 s of CPU for a rank's life in place of 3.3 s."""
+"""Ranks and engines forked from the server of all workers: 0.8 s of CPU for a rank's life in place of 3.3 s."""
 
 from __future__ import annotations
 
@@ -34,11 +34,16 @@ def forked_ranks() -> Iterator[None]:
 
 def _fork(ranks: Any, rank: int, store_port: int) -> Forked:
     """As `Ranks._spawn`."""
+    return fork_rank(ranks.module, RankStart(ranks.config, rank, ranks._address, store_port))
+
+
+def fork_rank(module: str, start: object, *arguments: str) -> Forked:
+    """`python -m MODULE ARGUMENTS` from the workers' server, with `start` on its standard input. Or an engine."""
     theirs, ours = os.pipe()
-    process = FORK_SERVER.fork(ranks.module, (), os.environ, ROOT, (theirs, 1, 2))
+    process = FORK_SERVER.fork(module, arguments, os.environ, ROOT, (theirs, 1, 2))
     os.close(theirs)
     process.stdin = os.fdopen(ours, "wb")
     with suppress(BrokenPipeError):
-        process.stdin.write(msgspec.json.encode(RankStart(ranks.config, rank, ranks._address, store_port)) + b"\n")
+        process.stdin.write(msgspec.json.encode(start) + b"\n")
         process.stdin.flush()
     return process

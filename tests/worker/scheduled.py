@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict, deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -22,6 +23,7 @@ from pd_cluster.scheduling.targets import Targets
 from pd_connectors.protocol.cache_space import cache_space
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
     from collections.abc import Sequence as Ids
 
     from pd_cluster.scheduling.batch import Batch
@@ -158,15 +160,30 @@ def read(here: DeviceExecutor, load: LoadSpec, there: DeviceExecutor, publish: P
 
 def largest_error(worker: ScheduledWorker, model: torch.nn.Module) -> float:
     """Of all draws, of the deviation of the logits that transformers computes."""
-    worst, by_seq = 0.0, defaultdict[int, list[Drawn]](list)
+    return max(errors_by_request(worker, model).values())
+
+
+def errors_by_request(
+    worker: ScheduledWorker, model: torch.nn.Module, names: Collection[str] | None = None
+) -> dict[str, float]:
+    """The largest of each request, of these or of all. One pass computes what is expected of all sequences.
+
+    They are padded to the longest one: no token sees those after it.
+    """
+    by_seq = defaultdict[int, list[Drawn]](list)
     for one in worker.drawn:
-        by_seq[one.seq.seq_id].append(one)
-    for draws in by_seq.values():
-        with torch.inference_mode():
-            expected = model(torch.tensor([draws[0].seq.token_ids])).logits[0]
-        for one in draws:
-            if one.end <= len(expected):  # a step was planned before the last token was known to be the last
-                row = expected[one.end - 1]
-                worst = max(worst, ((one.logits - row).abs().max() / row.std()).item())
-    assert worker.drawn
+        if names is None or one.seq.request.request_id in names:
+            by_seq[one.seq.seq_id].append(one)
+    sequences = [draws[0].seq for draws in by_seq.values()]
+    longest = max(len(seq.token_ids) for seq in sequences)
+    padded = [[*seq.token_ids, *[0] * (longest - len(seq.token_ids))] for seq in sequences]
+    with torch.inference_mode():
+        expected = model(torch.tensor(padded)).logits
+    worst = dict.fromkeys((seq.request.request_id for seq in sequences), 0.0)
+    for seq, rows in zip(sequences, expected, strict=True):
+        for one in by_seq[seq.seq_id]:
+            if one.end <= len(seq.token_ids):  # a step was planned before the last token was known to be the last
+                row, name = rows[one.end - 1], seq.request.request_id
+                error = ((one.logits - row).abs().max() / row.std()).item()
+                worst[name] = max(worst[name], math.inf if math.isnan(error) else error)  # NaN is above nothing
     return worst

@@ -38,7 +38,7 @@ def test_greedy_tokens_equal_transformers(models: ModelStore, name: str) -> None
         driver.add(prompt, params)
     outputs = driver.run()
     assert {len(output) for output in outputs} == {NUM_TOKENS}
-    assert outputs == [saved.greedy(prompt, output) for prompt, output in zip(prompts, outputs, strict=True)]
+    assert outputs == saved.greedy_each(prompts, outputs)
     assert not driver.executor._runner.rows._row_of
 
 
@@ -147,7 +147,7 @@ def test_the_demo_model_equals_transformers(demo_directory: Path) -> None:
         driver.add(prompt)
     outputs = driver.run()
     assert {len(output) for output in outputs} == {12}
-    assert outputs == [saved.greedy(prompt, output) for prompt, output in zip(prompts, outputs, strict=True)]
+    assert outputs == saved.greedy_each(prompts, outputs)
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,13 @@
-"""Frames, and RankLink with real processes of ranks that compute nothing (`fake_rank`)."""
+"""Frames, and RankLink with real processes of ranks that compute nothing (`fake_rank`).
+
+Where workers share a fork server the ranks are forked: only the test of a killed rank 0 needs children of its own.
+"""
 
 from __future__ import annotations
 
 import io
 import itertools
+import os
 import queue
 import signal
 import subprocess
@@ -29,12 +33,15 @@ from pd_cluster.worker.rank_link import SILENCE_S as RANK_SILENCE_S
 from pd_cluster.worker.ranks import Ranks as ProductRanks
 from pd_kernels.values import StepSize
 from tests.deadlines import HANG_S, wait_until
+from tests.fork_server import SHARED_ENV
+from tests.worker.forked_ranks import fork_rank
 from tests.worker.tables import slabs_of, table
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+FAKE = "tests.worker.fake_rank"
 SILENCE_S = 1.5  # of a rank that is stopped; others are not judged by it
 PARAMS = SamplingParams(max_tokens=5, temperature=0.5, logit_bias={7: 1.5}, grammar="start: /a/", stop_token_ids=(3,))
 BATCH = Batch(
@@ -64,7 +71,7 @@ class Ranks:
     """A RankLink, its processes, and what it reported."""
 
     link: RankLink
-    processes: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
+    processes: dict[int, Any] = field(default_factory=dict)
     losses: queue.SimpleQueue[PdError] = field(default_factory=queue.SimpleQueue)
     looks: list[float] = field(default_factory=list)  # when the watching thread looked at the ranks
 
@@ -83,22 +90,30 @@ class Ranks:
         return str(why)
 
 
+def execute_rank(start: RankStart) -> Any:
+    """A child of this process."""
+    process = subprocess.Popen([sys.executable, "-m", FAKE], stdin=subprocess.PIPE)
+    assert process.stdin is not None
+    process.stdin.write(msgspec.json.encode(start) + b"\n")
+    process.stdin.flush()
+    return process
+
+
 @contextmanager
-def running_ranks(directory: Path, size: int = 3, silence_s: float = HANG_S) -> Iterator[Ranks]:
+def running_ranks(
+    directory: Path, size: int = 3, silence_s: float = HANG_S, *, are_children: bool = False
+) -> Iterator[Ranks]:
     losses: queue.SimpleQueue[PdError] = queue.SimpleQueue()
     looks: list[float] = []
     address = f"ipc://{directory}/r"
     link = RankLink(size, address, losses.put, lambda: looks.append(time.monotonic()), silence_s=silence_s)
     ranks = Ranks(link, losses=losses, looks=looks)
 
-    def spawn(rank: int) -> subprocess.Popen[bytes]:
-        process = subprocess.Popen([sys.executable, "-m", "tests.worker.fake_rank"], stdin=subprocess.PIPE)
-        assert process.stdin is not None
+    def spawn(rank: int) -> Any:
         start = RankStart(NodeConfig(model=ModelConfig(tp=size)), rank, address, 0)
-        process.stdin.write(msgspec.json.encode(start) + b"\n")
-        process.stdin.flush()
-        ranks.processes[rank] = process
-        return process
+        is_child = are_children or SHARED_ENV not in os.environ
+        ranks.processes[rank] = execute_rank(start) if is_child else fork_rank(FAKE, start)
+        return ranks.processes[rank]
 
     try:
         ranks.link.start(spawn)
@@ -331,7 +346,7 @@ def test_names_of_phases() -> Any:
 if __name__ == "__main__":
     from pathlib import Path as Directory
 
-    with running_ranks(Directory(sys.argv[1]), 2) as running:
+    with running_ranks(Directory(sys.argv[1]), 2, are_children=True) as running:
         sys.stdout.write(f"{running.processes[1].pid}\n")
         sys.stdout.flush()
         sys.stdin.read()
