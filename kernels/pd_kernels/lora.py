@@ -110,7 +110,7 @@ def shrink(x: torch.Tensor | HalfNormed, matrices: AdapterMatrices, rows: Adapte
         if slot >= 0:
             a, _ = matrices.of(matrices.memory[slot], rank := int(matrices.ranks[slot]))
             part = x[rows.order[start:end].long()] @ a.flatten(0, 1).T
-            low[start:end, :, :rank] = part.unflatten(1, (len(a), rank))
+            low[start:end, :, :rank] = part.view(len(part), len(a), rank)
     return low
 
 

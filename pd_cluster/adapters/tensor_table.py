@@ -68,7 +68,7 @@ def _matrix(name: str, entry: Any, base: int, file: Path) -> StoredMatrix:
     except (ValueError, OverflowError) as error:
         raise BadAdapter(f"{file}: its header does not describe {name}: {error}") from error
     if 0 in found.shape:
-        raise BadAdapter(f"{file}: {name} is empty: DeepSpeed's ZeRO-3 saves so what it has not gathered")
+        raise BadAdapter(f"{file}: {name} is empty, as in files that DeepSpeed's ZeRO-3 did not gather")
     (start, end), num_bytes = found.data_offsets, prod(found.shape) * DTYPES[found.dtype]
     if end - start != num_bytes:
         raise BadAdapter(f"{file}: {name} has {end - start} bytes, and its shape needs {num_bytes}")

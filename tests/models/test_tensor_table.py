@@ -57,7 +57,7 @@ def test_tables_are_those_of_the_library() -> None:
         (packed({"a": {**A, "more": 1}}), "does not describe a"),
         (packed({"a": {**A, "dtype": "F8_E4M3"}}), "does not describe a: Invalid enum value 'F8_E4M3'"),
         (packed({"a": {**A, "shape": []}}), "does not describe a: Expected `array`"),
-        (packed({"a": {**A, "shape": [0], "data_offsets": [0, 0]}}), "a is empty: DeepSpeed's ZeRO-3"),
+        (packed({"a": {**A, "shape": [0], "data_offsets": [0, 0]}}), "a is empty, as in files that DeepSpeed's ZeRO-3"),
         (packed({"a": {**A, "shape": [0, 2]}}), "a is empty"),
         (packed({"a": {**A, "shape": [-1, -2]}}), "does not describe a: Expected `int` >= 0 - at `$.shape[0]`"),
         (packed({"a": {**A, "shape": [1] * 9}}), "does not describe a: Expected `array` of length"),
