@@ -89,7 +89,8 @@ def _open(path: Path, most: int, stack: ExitStack, below: Path | None) -> _OpenF
         for other, why in _OTHERS.items() if path.name == WEIGHTS else ():
             if path.with_name(other).exists():
                 raise BadAdapter(f"{path.with_name(other)} is {why}") from None
-        raise BadAdapter(f"{path.parent} has no {path.name}: is it a directory that peft saved?") from None
+        form = " as safetensors" if path.name == WEIGHTS else ""  # of a hub's repository others were not downloaded
+        raise BadAdapter(f"{path.parent} has no {path.name}: is it a directory that peft saved{form}?") from None
     stack.callback(os.close, descriptor)
     # Of what is open: links on the way may have changed since the path was looked at
     if below is not None and not Path(os.readlink(f"/proc/self/fd/{descriptor}")).is_relative_to(below):

@@ -84,7 +84,7 @@ def _folder(file: Path) -> None:
     ("name", "change", "told"),
     [
         (CONFIG, lambda file: file.unlink(), "has no adapter_config.json: is it a directory that peft saved?"),
-        (WEIGHTS, lambda file: file.unlink(), "has no adapter_model.safetensors"),
+        (WEIGHTS, lambda file: file.unlink(), "is it a directory that peft saved as safetensors?"),
         (WEIGHTS, lambda file: file.rename(file.with_name("adapter_model.bin")), "is a pickle, which can run any code"),
         (WEIGHTS, lambda file: file.rename(file.with_name(f"{WEIGHTS}.index.json")), "save the adapter as one file"),
         (WEIGHTS, _pipe, "is not a regular file"),
