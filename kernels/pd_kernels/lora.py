@@ -74,7 +74,7 @@ class AdapterMatrices:
         """A [parts, rank, in] and B [out, rank] in the memory of one slot."""
         start, middle = self.start * rank, (self.start + self.num_parts * self.num_inputs) * rank
         a, b = memory[start:middle], memory[middle : (self.start + self.size) * rank]
-        return a.view(self.num_parts, rank, self.num_inputs), b.view(-1, rank)
+        return a.view(self.num_parts, rank, self.num_inputs), b.view(self.bounds[-1], rank)
 
 
 def tile_rows(num_rows: int) -> int:
@@ -109,7 +109,8 @@ def shrink(x: torch.Tensor | HalfNormed, matrices: AdapterMatrices, rows: Adapte
     for slot, start, end in rows.tiles.tolist():
         if slot >= 0:
             a, _ = matrices.of(matrices.memory[slot], rank := int(matrices.ranks[slot]))
-            low[start:end, :, :rank] = (x[rows.order[start:end].long()] @ a.flatten(0, 1).T).view(-1, len(a), rank)
+            part = x[rows.order[start:end].long()] @ a.flatten(0, 1).T
+            low[start:end, :, :rank] = part.view(len(part), len(a), rank)
     return low
 
 

@@ -29,6 +29,7 @@ _PIECE_BYTES = 4 << 20  # between two looks at the clock: 4 ms of hashing
 _OTHERS = {  # files in place of the weights -> why they are not read
     "adapter_model.bin": "a pickle, which can run any code: load the adapter with peft, and save_pretrained it again",
     "adapter_model.safetensors.index.json": "an index of several files: save the adapter as one file",
+    "adapters.safetensors": "what mlx-lm saves: convert the adapter to peft's form",
 }
 
 
@@ -72,8 +73,9 @@ def read_adapter(directory: Path, max_bytes: int, below: Path | None = None) -> 
                 file.check()
     except (OSError, ValueError) as error:  # the latter: a NUL in the path
         raise BadAdapter(f"cannot read the adapter {directory}: {error}") from error
-    if weights[: len(LFS_HEAD)] == LFS_HEAD:
-        raise BadAdapter(f"{directory / WEIGHTS} is a git-lfs pointer, not the file itself: run `git lfs pull` there")
+    for name, content in ((CONFIG, config), (WEIGHTS, weights)):
+        if content[: len(LFS_HEAD)] == LFS_HEAD:
+            raise BadAdapter(f"{directory / name} is a git-lfs pointer, not the file itself: run `git lfs pull` there")
     return AdapterBytes(directory, config, weights, digest.hexdigest()[:DIGEST_CHARS])
 
 
@@ -87,7 +89,8 @@ def _open(path: Path, most: int, stack: ExitStack, below: Path | None) -> _OpenF
         for other, why in _OTHERS.items() if path.name == WEIGHTS else ():
             if path.with_name(other).exists():
                 raise BadAdapter(f"{path.with_name(other)} is {why}") from None
-        raise BadAdapter(f"{path.parent} has no {path.name}: is it a directory that peft saved?") from None
+        form = " as safetensors" if path.name == WEIGHTS else ""  # of a hub's repository others were not downloaded
+        raise BadAdapter(f"{path.parent} has no {path.name}: is it a directory that peft saved{form}?") from None
     stack.callback(os.close, descriptor)
     # Of what is open: links on the way may have changed since the path was looked at
     if below is not None and not Path(os.readlink(f"/proc/self/fd/{descriptor}")).is_relative_to(below):

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 _TENSOR = re.compile(r"base_model\.model\.(.+)\.lora_(A|B)\.weight")
 _WEIGHT, _MODEL = ".weight", "model."
+_WHOLE = "a whole weight beside the adapter, as peft saves of embeddings, heads and modules_to_save: it is not served"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +55,8 @@ class AdapterSpec:
 
     def base_warning(self, model: str) -> str:
         """For the log; "": the adapter's config names the model. Shapes have been compared, a name proves nothing."""
-        if not self.base_name or self.base_name.rstrip("/").split("/")[-1] == model.rstrip("/").split("/")[-1]:
+        trained, served = (re.split(r"[/\\]", name.rstrip("/\\"))[-1] for name in (self.base_name, model))
+        if trained in ("", served):
             return ""
         return f"the adapter was trained for {self.base_name}, and the model is {model}: their shapes agree"
 
@@ -69,10 +71,9 @@ def fit_adapter(files: AdapterBytes, parts: Mapping[str, LinearPart], max_rank: 
     config = read_config(files.config, config_file)
     base_name = config.base_model_name_or_path[:MAX_PATTERN_CHARS]
     served = {name: part for name, part in parts.items() if part.kind in SERVED_KINDS}
-    names, pairs = PeftNames(config, config_file), _Pairs(file, served)
+    names, pairs = PeftNames(config, config_file), _Pairs(file, served, base_name)
     for tensor in read_table(files.weights, file).values():
         pairs.add(tensor)
-    pairs.check_targets(names, config_file)
     modules = []
     for name, part in served.items():
         if name in pairs.found:
@@ -80,14 +81,16 @@ def fit_adapter(files: AdapterBytes, parts: Mapping[str, LinearPart], max_rank: 
             module = AdaptedModule(name, part, names.rank(spelled), names.scale(spelled), *pairs.of(name))
             _check_shapes(module, file, base_name, max_rank)
             modules.append(module)
+    pairs.check_targets(names, config_file)  # after the shapes: they tell another base, which may have fewer layers
     return AdapterSpec(files.digest, base_name, tuple(modules))
 
 
 class _Pairs:
     """The matrices A and B of a file, by module of the model."""
 
-    def __init__(self, file: Path, served: Mapping[str, LinearPart]) -> None:
+    def __init__(self, file: Path, served: Mapping[str, LinearPart], base_name: str) -> None:
         self._file, self._served = file, served
+        self._base = f" (the adapter was trained for {base_name})" if base_name else ""
         self.found: dict[str, dict[str, StoredMatrix]] = {}
         self._stem: str | None = None  # what the file has in place of _MODEL
 
@@ -97,11 +100,12 @@ class _Pairs:
         if match is None:
             is_embedding = "lora_embedding_" in tensor.name
             why = "an adapter of embeddings, which take none" if is_embedding else "no A or B of a LoRA, as peft has"
+            why = why if "lora_" in tensor.name else _WHOLE
             raise BadAdapter(f"{self._file}: {tensor.name} is {why}")
         spelled, letter = match.groups()
         module = slot_name(spelled + _WEIGHT).removesuffix(_WEIGHT)
         if module not in self._served:
-            raise BadAdapter(f"{self._file}: {spelled} cannot have an adapter: {refusal(module)}")
+            raise BadAdapter(f"{self._file}: {spelled} cannot have an adapter: {refusal(module)}{self._base}")
         stem = spelled.removesuffix(module.removeprefix(_MODEL))
         if self._stem not in (None, stem):
             raise BadAdapter(f"{self._file} names layers in two ways: {self._stem!r} and {stem!r} come before them")
@@ -128,7 +132,8 @@ class _Pairs:
         if more := self.found.keys() - named:
             raise BadAdapter(f"{self._file} has {some(more)}, which target_modules of {config_file.name} does not name")
         if absent := named - self.found.keys():
-            raise BadAdapter(f"{self._file} lacks {some(absent)}, which target_modules of {config_file.name} names")
+            told = f"{some(absent)}, which target_modules of {config_file.name} names{self._base}"
+            raise BadAdapter(f"{self._file} lacks {told}")
 
 
 def _check_shapes(module: AdaptedModule, file: Path, base_name: str, max_rank: int) -> None:

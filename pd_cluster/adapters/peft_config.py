@@ -30,11 +30,13 @@ _REFUSED = {  # some of those that may not be set -> why
     "trainable_token_indices": "trained embeddings of tokens are not served",
     "target_parameters": "adapters of experts are not served",
 }
-_KEEPS_BASE = (True, False, None, "gaussian", "orthogonal", "eva")  # `init_lora_weights`
+_KEEPS_BASE = (True, False, None, "gaussian", "orthogonal", "eva", "mica")  # `init_lora_weights`
+_UNDONE = ("pissa", "corda", "olora", "lora_ga")  # how those begin that peft undoes
+_NEVER_NULL = ("r", "lora_alpha")  # others have their default then
 _HARMLESS = frozenset((
     "peft_type", "bias", "init_lora_weights",  # as `_refusal` lets them pass
     "task_type", "auto_mapping", "revision", "inference_mode", "lora_dropout", "peft_version", "megatron_core",
-    "qalora_group_size", "runtime_config", "ensure_weight_tying",
+    "qalora_group_size", "runtime_config", "ensure_weight_tying", "merge_weights",
     # Of starts, which `init_lora_weights` names; PEFT keeps them when it converts an adapter for the base as it was
     "loftq_config", "corda_config", "lora_ga_config", "eva_config",
     "fan_in_fan_out",  # of layers that are no Linear: PEFT sets it to false for these
@@ -65,7 +67,8 @@ class PeftConfig(msgspec.Struct, frozen=True):
 
 def read_config(content: bytes | memoryview, file: Path) -> PeftConfig:
     """Raises BadAdapter, which names `file` and the setting."""
-    values = {name: value for name, value in strict_object(content, file).items() if value is not None}
+    found = strict_object(content, file)
+    values = {name: value for name, value in found.items() if value is not None or name in _NEVER_NULL}
     if why := _refusal(values):
         raise BadAdapter(f"{file}: {why}")
     try:
@@ -76,13 +79,18 @@ def read_config(content: bytes | memoryview, file: Path) -> PeftConfig:
 
 def _refusal(values: Mapping[str, Any]) -> str:
     """Why these settings are not served. "": they are, if well formed."""
-    if (kind := values.get("peft_type", "")) != "LORA":
+    if "peft_type" not in values:
+        return "it has no peft_type: configs of other programs are not read"
+    if (kind := values["peft_type"]) != "LORA":
         return f"peft_type is {str(kind)[:40]!r}: LORA is served"
     if (bias := values.get("bias", "none")) != "none":
         return f"bias is {str(bias)[:40]!r}: biases of adapters are not served"
     start = values.get("init_lora_weights")
-    if not any(start is one or (isinstance(start, str) and start == one) for one in _KEEPS_BASE):
-        told = f"init_lora_weights is {str(start)[:40]!r}, which has changed the base model's weights"
+    if not any(start is one or (isinstance(start, str) and start.lower() == one) for one in _KEEPS_BASE):
+        told = f"init_lora_weights is {str(start)[:40]!r}, which"
+        if not str(start).lower().startswith(_UNDONE):
+            return f"{told} is not known to keep the base model's weights"
+        told = f"{told} has changed the base model's weights"
         return f"{told}: convert the adapter (peft: path_initial_model_for_weight_conversion)"
     for name, value in values.items():
         if value and name in _REFUSED:

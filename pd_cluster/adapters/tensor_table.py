@@ -40,7 +40,7 @@ class _Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What the header tells of a tensor."""
 
     dtype: Literal["F16", "BF16", "F32"]
-    shape: Annotated[tuple[Annotated[int, Meta(ge=1)], ...], Meta(min_length=1, max_length=MAX_DIMS)]
+    shape: Annotated[tuple[Annotated[int, Meta(ge=0)], ...], Meta(min_length=1, max_length=MAX_DIMS)]
     data_offsets: tuple[Annotated[int, Meta(ge=0)], int]
 
 
@@ -67,6 +67,8 @@ def _matrix(name: str, entry: Any, base: int, file: Path) -> StoredMatrix:
         found = msgspec.convert(entry, _Entry)
     except (ValueError, OverflowError) as error:
         raise BadAdapter(f"{file}: its header does not describe {name}: {error}") from error
+    if 0 in found.shape:
+        raise BadAdapter(f"{file}: {name} is empty, as in files that DeepSpeed's ZeRO-3 did not gather")
     (start, end), num_bytes = found.data_offsets, prod(found.shape) * DTYPES[found.dtype]
     if end - start != num_bytes:
         raise BadAdapter(f"{file}: {name} has {end - start} bytes, and its shape needs {num_bytes}")

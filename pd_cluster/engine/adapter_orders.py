@@ -20,13 +20,14 @@ if TYPE_CHECKING:
     from pd_cluster.worker.executor import Executor
 
 logger = logging.getLogger("pd_cluster.engine")
+MAX_PLACES = 16  # from which equal files may be read again
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterReading:
     """One that is under way on threads of the ranks."""
 
-    path: str
+    paths: tuple[str, ...]  # the one that is read, after those where it could not be read
     begun_s: float
     told: list[tuple[str, int]] = field(default_factory=list)  # errors and bytes, of the ranks that have ended
 
@@ -45,7 +46,9 @@ class AdapterOrders:
     ) -> None:
         self._config, self._places, self._executor, self._mailbox = config, places, executor, mailbox
         self._fail, self._clock = fail, clock
-        self._orders: dict[str, LoadAdapter] = {}  # the newest, of the known ones and those that are read for an order
+        # Of the known ones and those that are read for an order: the newest first, one of each place. Equal files may
+        # have two names, and those of one of them may be removed after its unload, of which this is not told
+        self._orders: dict[str, tuple[LoadAdapter, ...]] = {}
         self._most = int(config.lora_host_gb * 1e9)
         self._num_bytes: dict[str, int] = {}  # of each known one, on the rank that has the most
         self._reading: dict[str, AdapterReading] = {}
@@ -70,7 +73,8 @@ class AdapterOrders:
         elif not self._config.lora_slots:
             self._answer(order, "this node serves no adapters: --lora-slots is 0")
         else:
-            self._orders[digest] = order  # the path of an older one may be gone
+            others = [one for one in self._orders.get(digest, ()) if one.path != order.path]
+            self._orders[digest] = (order, *others)[:MAX_PLACES]
             self._leaving.discard(digest)
             if is_known:  # with these bytes, wherever they were read
                 self._answer(order)
@@ -100,9 +104,9 @@ class AdapterOrders:
         if wanted and not self._reading and self._num_held() - self._num_held(places.droppable) <= self._room(wanted):
             self._read(wanted)
 
-    def _read(self, digest: str) -> None:
-        path = self._orders[digest].path
-        self._reading[digest] = AdapterReading(path, self._clock())
+    def _read(self, digest: str, tried: tuple[str, ...] = ()) -> None:
+        path = next(order.path for order in self._orders[digest] if order.path not in tried)
+        self._reading[digest] = AdapterReading((*tried, path), self._clock())
         self._executor.read_adapter(digest, path, self._note_told)
 
     def _note_told(self, digest: str, error: str, num_bytes: int) -> None:
@@ -111,7 +115,8 @@ class AdapterOrders:
 
     def _take_read(self, digest: str, read: AdapterReading) -> None:
         """All ranks have read an adapter, or some could not."""
-        places, order, took_s = self._places, self._orders.get(digest), self._clock() - read.begun_s
+        places, took_s = self._places, self._clock() - read.begun_s
+        order = next(iter(self._orders.get(digest, ())), None)
         error, num_bytes = max(error for error, _ in read.told), max(num_bytes for _, num_bytes in read.told)
         if not error:
             places.read_s = (places.read_s + took_s) / 2 if places.read_s else took_s
@@ -136,8 +141,8 @@ class AdapterOrders:
             self._answer(order)
 
     def _give_up(self, order: LoadAdapter, error: str, read: AdapterReading) -> None:
-        if order.path != read.path:  # the newest order came later
-            self._read(order.digest)
+        if any(one.path not in read.paths for one in self._orders[order.digest]):  # of a newer order, or an older one
+            self._read(order.digest, read.paths)
         elif order.digest in self._places.in_host:
             logger.warning("an adapter cannot be read again: %s", error)
             self._fail(order.digest, AdapterAbsent("this node could not read the adapter's files again"))

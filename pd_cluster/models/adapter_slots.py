@@ -11,7 +11,7 @@ import torch
 
 from pd_cluster.errors import StartupError
 from pd_cluster.models.linear_adapters import AdapterStep, LinearAdapters
-from pd_kernels.lora import FEW, RANK_STEP, AdapterMatrices, AdapterRows, tile_rows
+from pd_kernels.lora import RANK_STEP, AdapterMatrices
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -72,18 +72,3 @@ class AdapterSlots(AdapterStep):
             memory[start : start + len(piece)].copy_(piece, non_blocking=True)
             start += len(piece)
         self.ranks[slot].fill_(start // self.size)
-
-    @torch.inference_mode()
-    def run_all_kernels(self) -> None:
-        """Compile what steps need. The slots must be empty."""
-        tiles = torch.tensor([[0, 0, 1]], dtype=torch.int32, device=self.memory.device)
-        for num_rows in (1, FEW, FEW + 1):
-            self.rows = AdapterRows(tiles[0], tiles, tile_rows(num_rows))
-            for (_, index), linear in self._linears.items():
-                if not index:  # those of a kind have one shape
-                    x = self.memory.new_zeros(num_rows, linear.matrices.num_inputs)
-                    y = x.new_zeros(num_rows, linear.matrices.bounds[-1])
-                    linear.run(x, y.contiguous, y)
-                    if 2 * linear.matrices.bounds[1] == linear.matrices.bounds[-1]:
-                        linear.run(x, y.contiguous, is_gated=True)
-        self.rows = None

@@ -207,8 +207,6 @@ class DeviceCached(DeviceState):
         run_first_steps(runner, block_size, max_len)
         if plan.device.type == "cuda":
             run_steps_of_all_kinds(runner, max_len, plan.config.scheduler, plan.most_drafts)
-            if self._weights.adapters is not None:
-                self._weights.adapters.slots.run_all_kernels()
         for tensor in self._cache.tensors:
             tensor[:NUM_BLOCKS].zero_()
 

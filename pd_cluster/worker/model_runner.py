@@ -58,7 +58,7 @@ class ModelRunner:
         self, plan: DevicePlan, model: Model, cache: KVCache, max_len: int, adapters: AdapterStore | None = None
     ) -> None:
         """There are no rows and graphs yet. `max_len`: tokens of a sequence, prompt and output."""
-        self._adapters = adapters
+        self.adapters = adapters
         limits, spec, vocab_size = plan.config.scheduler, model.spec, model.spec.vocab_size
         kernels, device, place = plan.kernels, plan.device, plan.place
         self._model, self.cache, self.kernels, self._attentions = model, cache, kernels, plan.attentions
@@ -133,8 +133,8 @@ class ModelRunner:
 
     def _load(self, copies: BlockCopies, adapters: tuple[tuple[int, str], ...]) -> None:
         self.cache.load(copies.load, self.kernels)
-        if self._adapters is not None:
-            self._adapters.fill(adapters)
+        if self.adapters is not None:
+            self.adapters.fill(adapters)
 
     def draw_late(self) -> float:
         """Draw the late rows of the newest step, if they wait, after the draw of its other rows. -> seconds waited.

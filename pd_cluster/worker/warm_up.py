@@ -13,6 +13,7 @@ import torch
 
 from pd_cluster.protocol.sampling_params import SamplingParams
 from pd_cluster.scheduling.batch import Batch, BlockCopies, NewBlocks, SequenceChunk, SequenceStart
+from pd_kernels.lora import FEW, NO_SLOT
 from pd_kernels.values import FEW_ROWS, Draws, Limits, TokenMasks
 
 if TYPE_CHECKING:
@@ -46,13 +47,15 @@ def run_first_steps(runner: ModelRunner, block_size: int, max_len: int) -> None:
 def run_steps_of_all_kinds(runner: ModelRunner, max_len: int, limits: SchedulerConfig, most_drafts: int = 0) -> None:
     """Run at least one step for each variant of a kernel that steps within the limits may need.
 
-    most_drafts: of a sequence in a step; 0: there are none.
+    most_drafts: of a sequence in a step; 0: there are none. Slots for adapters must be empty.
     """
     num_seqs, budget = limits.max_num_seqs, limits.max_num_batched_tokens
     for chunks, drafts in drafted_steps(num_seqs, budget, max_len, most_drafts) if most_drafts else ():
         _run(runner, chunks, (DRAWN, GREEDY), drafts)
     for chunks in (*mixed_steps(num_seqs), *prompt_steps(num_seqs, budget, max_len)):
         _run(runner, chunks, (DRAWN, GREEDY))
+    for chunks in adapted_steps(num_seqs, budget, max_len) if runner.adapters is not None else ():
+        _run(runner, chunks, (GREEDY,), slot=0)
     for params in ASKING:
         _run(runner, [(0, 1)], (params,))
     _draw_with_masks(runner)
@@ -113,10 +116,24 @@ def prompt_steps(num_seqs: int, budget: int, max_len: int) -> Iterator[Chunks]:
     largest = min(budget, num_seqs * max_len)
     sizes = {*(2**power for power in range(1, largest.bit_length())), *(rows + 1 for rows in FEW_ROWS)}
     for size in sorted({largest, *(size for size in sizes if size < largest)}):
-        count = -(-size // max_len)
-        shares = [size // count + (index < size % count) for index in range(count)]
         for prefix in (0, LONG_PREFIX):
-            yield [(min(prefix, max_len - share), share) for share in shares]
+            yield [(min(prefix, max_len - share), share) for share in _shares(size, max_len)]
+
+
+def adapted_steps(num_seqs: int, budget: int, max_len: int) -> Iterator[Chunks]:
+    """Yield the chunks of steps in which all rows have adapters: of one row, few, a multiple of 16, and more than FEW.
+
+    Products of few rows take those before a norm's division, and leave out the activation. Rows that come out of an
+    activation by adapters are quantized by a kernel of its own.
+    """
+    for size in sorted({min(size, budget, num_seqs * max_len) for size in (1, 8, FEW_ROWS[0], FEW, FEW + 1)}):
+        yield [(0, share) for share in _shares(size, max_len)]
+
+
+def _shares(num_tokens: int, most: int) -> list[int]:
+    """So many tokens, evenly over as few sequences as have room."""
+    count = -(-num_tokens // most)
+    return [num_tokens // count + (index < num_tokens % count) for index in range(count)]
 
 
 def equal_tables(runner: ModelRunner, num_tokens: int) -> tuple[NewBlocks, ...]:
@@ -125,16 +142,20 @@ def equal_tables(runner: ModelRunner, num_tokens: int) -> tuple[NewBlocks, ...]:
     return tuple(NewBlocks(index, 0, (0,) * -(-num_tokens // group.block_size)) for index, group in groups)
 
 
-def _run(runner: ModelRunner, chunks: Chunks, params: Sequence[SamplingParams], drafts: Sequence[int] = ()) -> None:
+def _run(
+    runner: ModelRunner, chunks: Chunks, params: Sequence[SamplingParams], drafts: Sequence[int] = (),
+    slot: int = NO_SLOT,
+) -> None:  # fmt: skip
     """Run one step of `chunks`, which all sample, with the parameters in turn. Then remove its sequences.
 
-    `drafts`: of each, after its chunk; none: there are none.
+    `drafts`: of each, after its chunk; none: there are none. `slot`: of the adapter of all.
     """
     ends = [before + count for before, count in chunks]
     runs = [(0,) * num for num in drafts or [0] * len(chunks)]
+    tables = [equal_tables(runner, end + len(run)) for end, run in zip(ends, runs, strict=True)]
     starts = tuple(
-        SequenceStart(index, (0,) * end, end, equal_tables(runner, end + len(run)), params[index % len(params)], index)
-        for index, (end, run) in enumerate(zip(ends, runs, strict=True))
+        SequenceStart(index, (0,) * end, end, tables[index], params[index % len(params)], index, adapter=slot)
+        for index, end in enumerate(ends)
     )
     samples = tuple(
         SequenceChunk(index, before, count + len(run), num_samples=1, drafts=run)

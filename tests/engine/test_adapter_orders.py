@@ -360,6 +360,27 @@ def test_files_are_read_again_where_the_newest_order_has_them(adapted: Adapted, 
     assert bench.answered().ids[("r2-3", 0)] == adapted.expected[2][("r0-3", 0)]
 
 
+@pytest.mark.parametrize("gone", ["old", "new", "old new"])
+def test_the_same_files_under_two_names_are_read_again_where_one_still_has_them(
+    adapted: Adapted, tmp_path: Path, gone: str
+) -> None:
+    """The engine knows contents: it is not told of the unload of one name while another one has the same."""
+    bench, (first, second, third) = adapted.bench(lora=replace(LORA, lora_host_gb=0.001)), adapted.adapters
+    for name in ("old", "new"):
+        bench.load(replace(second, path=Path(shutil.copytree(second.path, tmp_path / name))))
+    bench.load(first, third)
+    assert bench.core._places.tiers[second.digest] == ON_FILE
+    for name in gone.split():
+        shutil.rmtree(tmp_path / name)
+    bench.send(asked(second.digest, 2, 3))
+    if gone == "old new":
+        (failed,) = bench.until(1)
+        assert isinstance(failed, RequestFailed)
+        assert (failed.request_id, failed.error) == ("r2-3", "AdapterAbsent")
+    else:
+        assert bench.answered().ids[("r2-3", 0)] == adapted.expected[2][("r0-3", 0)]
+
+
 def test_an_order_is_not_refused_for_the_files_of_the_one_before(
     adapted: Adapted, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n"
+
 
 def refused(directory: Path, told: str, max_bytes: int = MAX_BYTES) -> None:
     with pytest.raises(BadAdapter, match=re.escape(told)) as raised:
@@ -82,7 +84,7 @@ def _folder(file: Path) -> None:
     ("name", "change", "told"),
     [
         (CONFIG, lambda file: file.unlink(), "has no adapter_config.json: is it a directory that peft saved?"),
-        (WEIGHTS, lambda file: file.unlink(), "has no adapter_model.safetensors"),
+        (WEIGHTS, lambda file: file.unlink(), "is it a directory that peft saved as safetensors?"),
         (WEIGHTS, lambda file: file.rename(file.with_name("adapter_model.bin")), "is a pickle, which can run any code"),
         (WEIGHTS, lambda file: file.rename(file.with_name(f"{WEIGHTS}.index.json")), "save the adapter as one file"),
         (WEIGHTS, _pipe, "is not a regular file"),
@@ -93,7 +95,9 @@ def _folder(file: Path) -> None:
             "1048577 bytes, and 1048576 are allowed",
         ),
         (WEIGHTS, lambda file: file.write_bytes(b" " * (MAX_BYTES + 1)), "and 16777216 are allowed"),
-        (WEIGHTS, lambda file: file.write_text("version https://git-lfs.github.com/spec/v1\noid"), "git lfs pull"),
+        (WEIGHTS, lambda file: file.rename(file.with_name("adapters.safetensors")), "is what mlx-lm saves"),
+        (WEIGHTS, lambda file: file.write_text(POINTER), f"{WEIGHTS} is a git-lfs pointer, not the file itself"),
+        (CONFIG, lambda file: file.write_text(POINTER), f"{CONFIG} is a git-lfs pointer, not the file itself"),
     ],
 )
 def test_what_is_no_adapter_is_named(tmp_path: Path, name: str, change: Callable[[Path], object], told: str) -> None:

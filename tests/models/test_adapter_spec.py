@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 LAYER = "model.layers.0."
 Q, DOWN = f"{LAYER}self_attn.q_proj", f"{LAYER}mlp.down_proj"
+WHOLE, BASE = "a whole weight beside the adapter", "(the adapter was trained for some/base)"
 
 
 def fit(directory: Path, config: dict[str, Any] = CONFIG, tensors: Tensors | None = None, **more: Any) -> AdapterSpec:
@@ -95,7 +96,8 @@ def with_shape(end: str, *shape: int) -> Tensors:
         ({}, "has no tensors"),
         (usual() | pair(f"{LAYER}self_attn.k_proj", (6, 8)), f"{LAYER}self_attn.k_proj, which target_modules"),
         (usual() | pair(f"{LAYER}self_attn.x_proj", (6, 8)), "x_proj cannot have an adapter: the model has no such"),
-        (usual() | pair("model.layers.2.mlp.down_proj", (8, 20)), "the model has no such product"),
+        (usual() | pair("model.layers.2.mlp.down_proj", (8, 20)), f"the model has no such product {BASE}"),
+        (usual() | pair("transformer.h.0.attn.c_attn", (8, 20)), f"the model has no such product {BASE}"),
         (usual() | pair(f"{LAYER}mlp.experts.3.down_proj", (8, 20)), "adapters of experts are not served"),
         (usual() | pair(f"{LAYER}mlp.experts", (8, 20)), "adapters of experts are not served"),
         (usual() | pair(f"{LAYER}mlp.shared_expert.down_proj", (8, 20)), "adapters of experts are not served"),
@@ -109,16 +111,17 @@ def with_shape(end: str, *shape: int) -> Tensors:
         (usual() | {f"{PREFIX}{Q}.lora_magnitude_vector": torch.ones(12)}, "lora_magnitude_vector is no A or B"),
         (usual() | {f"{PREFIX}{Q}.lora_B.bias": torch.ones(12)}, "lora_B.bias is no A or B"),
         (usual() | {f"{PREFIX}model.embed_tokens.lora_embedding_A": torch.ones(4, 9)}, "is an adapter of embeddings"),
-        (
-            usual() | {f"{PREFIX}lm_head.modules_to_save.weight": torch.ones(4, 9)},
-            "modules_to_save.weight is no A or B",
-        ),
-        (usual() | {f"{PREFIX}lm_head.weight": torch.ones(4, 9)}, "is no A or B of a LoRA"),
+        (usual() | {f"{PREFIX}lm_head.modules_to_save.weight": torch.ones(4, 9)}, f"modules_to_save.weight is {WHOLE}"),
+        (usual() | {f"{PREFIX}lm_head.weight": torch.ones(4, 9)}, f"lm_head.weight is {WHOLE}"),
+        (usual() | {f"{PREFIX}lm_head.base_layer.weight": torch.ones(4, 9)}, f"lm_head.base_layer.weight is {WHOLE}"),
+        (usual() | {f"{PREFIX}model.embed_tokens.weight": torch.ones(9, 4)}, f"embed_tokens.weight is {WHOLE}"),
+        (usual() | {f"{PREFIX}score.weight": torch.ones(2, 4)}, f"score.weight is {WHOLE}"),
         (usual() | {f"{PREFIX}{Q}.lora_A.default.weight": torch.ones(4, 8)}, "is no A or B of a LoRA"),
         (usual() | {f"{Q}.lora_A.weight": torch.ones(4, 8)}, "is no A or B of a LoRA"),
         (without("0.mlp.down_proj.lora_B.weight"), f"has lora_A of {DOWN}, and no lora_B"),
         (without("0.mlp.down_proj.lora_A.weight"), f"has lora_B of {DOWN}, and no lora_A"),
-        (pairs(named("q_proj")), f"lacks {DOWN}, model.layers.1.mlp.down_proj, which target_modules"),
+        (pairs(named("q_proj")), f"lacks {DOWN}, model.layers.1.mlp.down_proj, which target_modules of"),
+        (pairs(named("q_proj")), f"names {BASE}"),
         (
             with_shape("0.self_attn.q_proj.lora_A.weight", 4, 16),
             f"lora_A of {Q} is 4 x 16, not 4 x 8: it is of another",
@@ -131,6 +134,13 @@ def with_shape(end: str, *shape: int) -> Tensors:
 )
 def test_tensors_without_a_place_are_refused(tmp_path: Path, tensors: Tensors, told: str) -> None:
     with pytest.raises(BadAdapter, match=re.escape(told)):
+        fit(tmp_path, tensors=tensors)
+
+
+def test_a_smaller_base_with_fewer_layers_is_told_by_its_shapes(tmp_path: Path) -> None:
+    """Not by the layers that its adapter lacks here."""
+    tensors = pair(Q, (6, 4)) | pair(DOWN, (4, 10))
+    with pytest.raises(BadAdapter, match=re.escape("it is of another base model (some/base)")):
         fit(tmp_path, tensors=tensors)
 
 
@@ -151,6 +161,7 @@ def test_another_name_of_the_base_is_a_warning(tmp_path: Path) -> None:
     assert spec.base_warning("/models/base/") == ""
     assert "trained for some/base, and the model is /models/other" in spec.base_warning("/models/other")
     assert replace(spec, base_name="").base_warning("other") == ""
+    assert replace(spec, base_name="D:\\models\\base").base_warning("/models/base") == ""
 
 
 def test_models_of_other_modules_are_refused() -> None:

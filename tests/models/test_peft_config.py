@@ -14,6 +14,8 @@ from pd_cluster.errors import BadAdapter
 from tests.models.adapter_files import AXOLOTL, CONFIG, TRL, UNSLOTH
 
 FILE = Path("adapter_config.json")
+UNKNOWN = "which is not known to keep the base model's weights"
+CONVERT = "which has changed the base model's weights: convert the adapter"
 
 
 def read(**changes: Any) -> PeftConfig:
@@ -47,7 +49,7 @@ def test_configs_as_they_are_published(config: dict[str, Any]) -> None:
     ("changes", "told"),
     [
         ({"peft_type": "IA3"}, "peft_type is 'IA3': LORA is served"),
-        ({"peft_type": None}, "peft_type is '': LORA is served"),
+        ({"peft_type": None}, "it has no peft_type: configs of other programs are not read"),
         ({"use_dora": True}, "use_dora is set: DoRA scales"),
         ({"bias": "all"}, "bias is 'all': biases of adapters are not served"),
         ({"bias": "lora_only"}, "bias is 'lora_only'"),
@@ -64,13 +66,19 @@ def test_configs_as_they_are_published(config: dict[str, Any]) -> None:
         ({"velora_config": {"a": 1}}, "velora_config is set, and not served"),
         ({"megatron_config": {"a": 1}}, "megatron_config is set, and not served"),
         ({"kasa_config": {"beta": 1}}, "kasa_config is set, and not served"),
-        ({"loftq_config": {"loftq_bits": 4}, "init_lora_weights": "loftq"}, "init_lora_weights is 'loftq', which has"),
-        ({"init_lora_weights": "pissa_niter_16"}, "init_lora_weights is 'pissa_niter_16', which has changed the base"),
-        ({"init_lora_weights": "olora"}, "init_lora_weights is 'olora'"),
-        ({"init_lora_weights": 1}, "init_lora_weights is '1'"),
+        ({"loftq_config": {"loftq_bits": 4}, "init_lora_weights": "loftq"}, f"init_lora_weights is 'loftq', {UNKNOWN}"),
+        ({"init_lora_weights": "kaiming"}, f"init_lora_weights is 'kaiming', {UNKNOWN}"),
+        ({"init_lora_weights": 1}, f"init_lora_weights is '1', {UNKNOWN}"),
+        ({"init_lora_weights": "pissa_niter_16"}, f"init_lora_weights is 'pissa_niter_16', {CONVERT}"),
+        ({"init_lora_weights": "OLoRA"}, f"init_lora_weights is 'OLoRA', {CONVERT}"),
+        ({"init_lora_weights": "corda"}, f"init_lora_weights is 'corda', {CONVERT}"),
+        ({"init_lora_weights": "lora_ga"}, f"init_lora_weights is 'lora_ga', {CONVERT}"),
+        ({"enable_lora": [True, False, True]}, "enable_lora is set, and not served"),  # as the first versions of peft
         ({"use_nora": True}, "use_nora is set, and not served"),
         ({"r": 257}, "Expected `int` <= 256 - at `$.r`"),
         ({"r": 0}, "Expected `int` >= 1 - at `$.r`"),
+        ({"r": None}, "Expected `int`, got `null` - at `$.r`"),  # PEFT fails, too: no default takes its place
+        ({"lora_alpha": None}, "Expected `float`, got `null` - at `$.lora_alpha`"),
         ({"r": True}, "Expected `int`, got `bool` - at `$.r`"),
         ({"r": 8.0}, "Expected `int`, got `float` - at `$.r`"),
         ({"rank_pattern": {"q": 300}}, "Expected `int` <= 256 - at `$.rank_pattern"),
@@ -102,13 +110,17 @@ def test_settings_that_are_not_set_are_no_reason(value: object) -> None:
     assert read(use_nora=value, use_dora=value, modules_to_save=value) == read()
 
 
+def test_the_first_versions_of_peft_wrote_how_they_merge() -> None:
+    assert read(merge_weights=True, enable_lora=None, fan_in_fan_out=True) == read()
+
+
 @pytest.mark.parametrize("name", ["loftq_config", "corda_config", "lora_ga_config", "eva_config"])
 def test_settings_of_a_start_that_was_not_used(name: str) -> None:
     """PEFT writes them with an adapter that it converts for the base as it was."""
     assert read(**{name: {"a": 1}}) == read()
 
 
-@pytest.mark.parametrize("start", [True, False, None, "gaussian", "orthogonal", "eva"])
+@pytest.mark.parametrize("start", [True, False, None, "gaussian", "Gaussian", "orthogonal", "eva", "mica", "MiCA"])
 def test_starts_that_keep_the_base(start: object) -> None:
     assert read(init_lora_weights=start) == read()
 

@@ -132,14 +132,23 @@ async def test_a_name_means_nothing_before_it_is_held_and_nothing_after_it_is_un
         assert await give(node, "hold", found) == (200, gone), "an older order changes nothing"
 
 
-async def test_one_name_after_another_with_the_same_files_keeps_them(tmp_path: Path) -> None:
-    written(tmp_path / "a")
+@pytest.mark.parametrize("path", ["a", "b"])
+@pytest.mark.parametrize(("gone", "kept"), [("one", "two"), ("two", "one")])
+async def test_the_same_files_under_two_names_stay_until_both_are_unloaded(
+    tmp_path: Path, path: str, gone: str, kept: str
+) -> None:
+    for name in ("a", "b"):
+        written(tmp_path / name)
     async with a_node(tmp_path) as node:
         _, first = await give(node, "hold", AdapterRecord("one", "a", (await digest(node, tmp_path)), 5))
-        await give(node, "hold", AdapterRecord("two", "a", first.digest, 6))
-        await give(node, "hold", AdapterRecord("one", stamp=7), action="unload_adapter")
+        _, second = await give(node, "hold", AdapterRecord("two", path, first.digest, 6))
+        assert second.digest == first.digest
+        await give(node, "hold", AdapterRecord(gone, stamp=7), action="unload_adapter")
+        assert (await ask(node, gone))[0] == 404
+        assert (await ask(node, kept))[0] == 200
+        assert node.engine.requests[-1].adapter == first.digest
         assert not any(isinstance(one, UnloadAdapter) for one in node.engine.sent)
-        await give(node, "hold", AdapterRecord("two", stamp=8), action="unload_adapter")
+        await give(node, "hold", AdapterRecord(kept, stamp=8), action="unload_adapter")
         assert node.engine.sent[-1] == UnloadAdapter(first.digest)
 
 

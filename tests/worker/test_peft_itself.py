@@ -43,6 +43,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "layers_to_transform": [1, 4], "layers_pattern": "layers",
     },
     "bf16": {"r": 16, "lora_alpha": 32, "target_modules": ["k_proj", "down_proj"]},
+    "mica": {"r": 8, "lora_alpha": 32, "target_modules": ["v_proj", "down_proj"], "init_lora_weights": "mica"},
     "olora": {"r": 8, "lora_alpha": 8, "target_modules": ["q_proj", "up_proj"], "init_lora_weights": "olora"},
 }  # fmt: skip
 # What trainers write beside PEFT's own fields. A calibration that left the base as it was, or was undone, is nothing

@@ -16,14 +16,18 @@ if TYPE_CHECKING:
 
 RUN_S = 240.0
 
-MANY_KERNELS = ("windows", "float8 blocks", "experts")  # with all kernels of the other cases, in other sizes
+# With all kernels of the other cases, in other sizes
+MANY_KERNELS = ("windows", "float8 blocks", "experts", "adapters", "adapters, float8 blocks")
 
 
 @pytest.mark.parametrize(
     "cases",
     [
         MANY_KERNELS,
-        pytest.param(("large", "small", "gemma3", "small, float16", "large, fp8 cache"), marks=pytest.mark.slow),
+        pytest.param(
+            ("large", "small", "gemma3", "small, float16", "large, fp8 cache", "adapters, gemma3"),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_no_step_needs_a_kernel_that_the_start_did_not_compile(cases: tuple[str, ...], tmp_path: Path) -> None:

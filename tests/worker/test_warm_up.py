@@ -6,7 +6,15 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pd_cluster.worker.warm_up import LONG_PREFIX, drafted_steps, mixed_steps, prompt_steps, run_steps_of_all_kinds
+from pd_cluster.worker.warm_up import (
+    LONG_PREFIX,
+    adapted_steps,
+    drafted_steps,
+    mixed_steps,
+    prompt_steps,
+    run_steps_of_all_kinds,
+)
+from tests.worker.adapted import start
 from tests.worker.driver import make_executor
 
 if TYPE_CHECKING:
@@ -18,7 +26,7 @@ LIMITS = [(1, 1, 2), (1, 7, 5), (9, 512, 40), (9, 512, 512), (64, 2048, 8192), (
 @pytest.mark.parametrize(("num_seqs", "budget", "max_len"), LIMITS)
 def test_steps_are_within_the_limits(num_seqs: int, budget: int, max_len: int) -> None:
     prompts = list(prompt_steps(num_seqs, budget, max_len))
-    for chunks in prompts:
+    for chunks in (*prompts, *adapted_steps(num_seqs, budget, max_len)):
         assert sum(count for _, count in chunks) <= budget
         assert len(chunks) <= num_seqs
         assert all(before >= 0 and count and before + count <= max_len for before, count in chunks)
@@ -52,4 +60,15 @@ def test_the_steps_leave_nothing_behind(models: ModelStore) -> None:
     executor = make_executor(models.get("qwen3").directory, num_blocks=2, max_num_seqs=9, max_model_len=32)
     run_steps_of_all_kinds(executor._runner, 32, executor.config.scheduler, most_drafts=3)
     assert not executor._runner.rows._row_of
+    executor.close()
+
+
+def test_steps_with_adapters_leave_nothing_behind(models: ModelStore) -> None:
+    executor = start(models.get("qwen3").directory)
+    runner, rows = executor._runner, list[int]()
+    runner.watcher = lambda logits: rows.append(len(runner.rows._adapted))
+    run_steps_of_all_kinds(runner, 512, executor.config.scheduler)
+    assert max(rows) > 0, "no sequence had an adapter"
+    assert not runner.rows._adapted
+    assert not runner.rows._row_of
     executor.close()

@@ -23,7 +23,7 @@ from triton.compiler import make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from benchmarks.shapes import CONFIGS
-from pd_cluster.config import CacheConfig, ModelConfig, NodeConfig, SchedulerConfig
+from pd_cluster.config import CacheConfig, LoraConfig, ModelConfig, NodeConfig, SchedulerConfig
 from pd_cluster.models import linear
 from pd_cluster.protocol.sampling_params import SamplingParams
 from pd_cluster.scheduling.batch import Batch, SequenceChunk, SequenceStart
@@ -68,6 +68,7 @@ class Case:
     dtype: str = "bfloat16"
     kv_cache_dtype: str = "auto"
     most_drafts: int = 0  # of a sequence in a step
+    lora_slots: int = 0
 
 
 CASES = {
@@ -78,6 +79,9 @@ CASES = {
     "float8 blocks": Case({**CONFIGS["0.6b"], **FLOAT8}, 16, 256, 1024, most_drafts=5),
     "experts": Case({**CONFIGS["30b-a3b"], **EXPERTS}, 21, 2048, 2048, most_drafts=16),
     "small, float16": Case(CONFIGS["0.6b"], 8, 4096, 2048, "float16"),
+    "adapters": Case(CONFIGS["0.6b"], 9, 4096, 4096, most_drafts=5, lora_slots=2),
+    "adapters, float8 blocks": Case({**CONFIGS["0.6b"], **FLOAT8}, 16, 256, 1024, lora_slots=2),
+    "adapters, gemma3": Case({**CONFIGS["0.6b"], **GEMMA3}, 8, 1024, 2048, lora_slots=2),
     "large, fp8 cache": Case(CONFIGS["8b"], 7, 1024, 8192, kv_cache_dtype="fp8"),
 }
 
@@ -136,6 +140,7 @@ def start(case: Case) -> DeviceExecutor:
             ),
             cache=CacheConfig(num_blocks=case.max_len // BLOCK_SIZE, block_size=BLOCK_SIZE),
             scheduler=SchedulerConfig(max_num_seqs=case.num_seqs, max_num_batched_tokens=case.budget),
+            lora=LoraConfig(lora_slots=case.lora_slots),
         )
         worker = DeviceExecutor.started(node, lambda line: None)
     run_steps_of_all_kinds(worker._runner, case.max_len, node.scheduler, case.most_drafts)
@@ -145,7 +150,7 @@ def start(case: Case) -> DeviceExecutor:
 def serve(worker: DeviceExecutor, num_decodes: int, *prompts: tuple[int, int, int], drafts: Sequence[int] = ()) -> None:
     """One step of decodes, of decodes with so many `drafts` each, and of chunks of `prompts`.
 
-    prompts: (tokens before it, its tokens, those that it lacks).
+    prompts: (tokens before it, its tokens, those that it lacks). Beside slots two of three sequences have adapters.
     """
     plain = [(index % 5 * BLOCK_SIZE, 1, 0) for index in range(num_decodes + len(drafts))]
     each = [0] * num_decodes + [*drafts] + [0] * len(prompts)
@@ -153,7 +158,8 @@ def serve(worker: DeviceExecutor, num_decodes: int, *prompts: tuple[int, int, in
     for seq_id, ((begin, size, rest), num_drafts) in enumerate(zip([*plain, *prompts], each, strict=True)):
         count = begin + size + rest
         params, blocks = PARAMS[seq_id % len(PARAMS)], tuple(range(-(-(count + num_drafts) // BLOCK_SIZE)))
-        starts.append(SequenceStart(seq_id, (0,) * count, count, table(blocks), params, seq_id))
+        slot = worker.config.lora.lora_slots - 1 - seq_id % (worker.config.lora.lora_slots + 1)
+        starts.append(SequenceStart(seq_id, (0,) * count, count, table(blocks), params, seq_id, adapter=slot))
         guessed = (0,) * num_drafts
         chunks.append(SequenceChunk(seq_id, begin, size + num_drafts, num_samples=0 if rest else 1, drafts=guessed))
     worker.launch(Batch(0, tuple(starts), tuple(chunks))).result()
