@@ -18,15 +18,14 @@ from dataclasses import dataclass, replace
 from itertools import groupby, permutations
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
-from pd_cluster.balancing.estimate import LoadEstimate, StepFigures
-from pd_cluster.balancing.snapshot import BALANCE, ROLES
+from pd_cluster.balancing.estimate import Forecast, LoadEstimate, StepFigures
+from pd_cluster.balancing.snapshot import BALANCE, ROLES, GroupLoad
 from pd_cluster.planning.role_counts import RoleCounts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from pd_cluster.balancing.snapshot import BalancedNode, BalanceSnapshot, EndedRequest
-    from pd_cluster.planning.forecast import Forecast
+    from pd_cluster.balancing.snapshot import BalancedNode, BalanceSnapshot, BalanceTargets
 
 STALE_S = 5.0  # a snapshot that is older decides nothing
 FEWEST = 20  # requests that have ended of late, below which nothing is predicted
@@ -37,22 +36,6 @@ HORIZON_S = 300.0  # that a change is to pay for itself in
 NOTHING, ENOUGH = 0.01, 0.06
 CONFIRMED = 3
 NOT_YET = "not enough is known"
-
-
-class BalanceTargets(NamedTuple):
-    """Seconds."""
-
-    ttft_s: float
-    tpot_s: float
-
-
-class GroupLoad(NamedTuple):
-    """What a prediction is made of."""
-
-    per_s: float
-    seen: Sequence[EndedRequest]
-    queued_tokens: int
-    targets: BalanceTargets
 
 
 class RoleChange(NamedTuple):
@@ -71,7 +54,6 @@ class BalanceDecision:
     models: str
     reason: str
     change: RoleChange | None = None
-    kind: str = "hold"  # in metrics: hold, or change
 
 
 class GatheredGain(NamedTuple):
@@ -104,7 +86,7 @@ def decide(
     for models, nodes in _groups(snapshot.nodes):
         decision, kept[models] = _Group(snapshot, models, nodes, targets, forecast).decide(memory.get(models, {}))
         if decision.change is not None and any(other.change for other in decisions):
-            decision = replace(decision, change=None, kind="hold", reason="another group's change comes first")
+            decision = replace(decision, change=None, reason="another group's change comes first")
         decisions.append(decision)
     return decisions or [BalanceDecision("", "there are no nodes")], kept
 
@@ -150,7 +132,7 @@ class _Group:
         best = after[node.role, role]
         if best.rounds >= CONFIRMED and best.total >= ENOUGH:
             change = RoleChange(node.name, role, node.changes, self._snapshot.role_state)
-            return BalanceDecision(self._models, f"{at}; {told}", change, "change"), {}
+            return BalanceDecision(self._models, f"{at}; {told}", change), {}
         much = f"seen in {best.rounds} rounds, of {CONFIRMED}, with {best.total:.2f} of {ENOUGH:.2f} in sum"
         return self._hold(f"{at}; {told}: {much if best.rounds else 'too little'}"), after
 
@@ -181,13 +163,11 @@ class _Group:
 
     def _predictor(self) -> Callable[[RoleCounts], Forecast] | None:
         queued = sum(node.queued_tokens for node in self._nodes if node.is_usable)
+        load = GroupLoad(self._per_s, self._seen, queued, self._targets)
         if (forecast := self._forecast) is not None:
-            load = GroupLoad(self._per_s, self._seen, queued, self._targets)
             return lambda roles: forecast(load, roles)
         figures = StepFigures.of(self._nodes)
-        if figures is None:
-            return None
-        return LoadEstimate(figures, self._per_s, self._seen, queued, *self._targets).attained
+        return None if figures is None else LoadEstimate(figures, load).attained
 
     def _counts(self) -> RoleCounts:
         """Of the nodes that serve."""

@@ -19,8 +19,8 @@ from pd_cluster.balancing.decision import (
     RoleChange,
     decide,
 )
+from pd_cluster.balancing.estimate import Forecast
 from pd_cluster.balancing.snapshot import ROLES, BalanceSnapshot
-from pd_cluster.planning.forecast import Forecast
 from tests.balancing.snapshots import TARGETS, a_node, a_snapshot, by_prefills, nodes_of
 
 if TYPE_CHECKING:

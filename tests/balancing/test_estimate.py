@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from pd_cluster.balancing.estimate import LoadEstimate, StepFigures
-from pd_cluster.balancing.snapshot import EndedRequest
+from pd_cluster.balancing.snapshot import EndedRequest, GroupLoad
 from pd_cluster.planning.role_counts import RoleCounts
 from tests.balancing.snapshots import TARGETS, a_node, nodes_of
 
@@ -19,7 +19,7 @@ def estimate(per_s: float, lengths: tuple[int, int], queued: int = 0) -> LoadEst
     rng = random.Random(0)
     rows = ([round(mean * rng.uniform(0.5, 1.5)) for mean in lengths] for _ in range(200))
     seen = [EndedRequest(-1.0, prompt, 0, answer) for prompt, answer in rows]
-    return LoadEstimate(EIGHT_B, per_s, seen, queued, *TARGETS)
+    return LoadEstimate(EIGHT_B, GroupLoad(per_s, seen, queued, TARGETS))
 
 
 def shares(of: LoadEstimate) -> list[float]:
