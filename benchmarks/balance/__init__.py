@@ -4,8 +4,7 @@ The engine's schedulers, the router's choice and the balance's `decide`, unmodif
 0.01 s late and the requests of the last minute, each 5 s. To simulate hours, steps take --slowness times those of 8B on
 an H200; rates, targets, and what the router's feeds and the handover take go with them; and requests have a fourth of
 usual tokens, of which each counts as four that are read from KV: streams are as many and last as long as with a fourth
-of the slowness. Not simulated: as in `slo`;
-prefixes.
+of the slowness. Not simulated: as in `slo`; prefixes.
 
 For each load and number of nodes: attainment by phase of each fixed setting, of the balance from each start, and of a
 cluster that takes at the beginning of each phase the roles of the fixed setting that is best in it: what roles could

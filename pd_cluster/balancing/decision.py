@@ -9,7 +9,7 @@ take each other's place. A change must gain more than it costs:
 
 What it gains beyond that and NOTHING is added up, round by round, as the load of a minute is noisy: ENOUGH of it, in
 CONFIRMED rounds in a row, decides. After a change nothing is done until the load has shown what
-it did; after an operator's longer. All of that is read from what nodes tell, so a balance that restarts goes on.
+it did; after an operator's longer. No node leaves a role that the last change gave before that has paid. All of that is read from what nodes tell, so a balance that restarts goes on.
 """
 
 from __future__ import annotations
@@ -123,7 +123,9 @@ class _Group:
         now, found, after = predict(self._counts()), list(self._moves(predict)), Moves()
         at = f"{self._counts().name}: {now.attainment:.2f} of the requests would meet their targets"
         if not found:
-            return self._hold(f"{at}; no node can change: it is the last of its role, or unlike others"), {}
+            return self._hold(
+                f"{at}; no node can change: it is the last or newest of its role, or unlike others"
+            ), {}
         for net, node, role, _ in found:
             old = before.get((node.role, role), GatheredGain())
             total = max(0.0, old.total + net - NOTHING)
@@ -177,10 +179,12 @@ class _Group:
         """What each change would gain after its cost, the node, its new role, and both in words."""
         counts = self._counts()
         now = _mean(predict(counts))
+        own = [one for one in self._nodes if one.sender == BALANCE and one.order_age_s < HORIZON_S]
+        given = min(own, key=lambda one: one.order_age_s).role if own else ""  # by the last change: it is to pay first
         present = [role for role, number in zip(ROLES, counts, strict=True) if number]
         for old, new in permutations(present, 2):
             like = [one for one in self._nodes if one.role == old and one.is_usable and self._has_like(one, new)]
-            if counts[ROLES.index(old)] < 2 or not like:  # the last one stays
+            if counts[ROLES.index(old)] < 2 or not like or old == given:  # the last one stays
                 continue
             node = min(like, key=lambda one: (one.num_streams, one.queued_tokens, one.cached_tokens, one.name))
             gain, cost = _mean(predict(_moved(counts, old, new))) - now, self._cost(node, new)

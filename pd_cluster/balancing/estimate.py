@@ -149,8 +149,10 @@ class _LoadSums:
         if use > FULLEST:  # the queue grows as long as this lasts
             share = min(1.0, self._ttft_s / max(use - 1, 1 - FULLEST) / HORIZON_S)
             use = FULLEST
+        mean_s = self._spread * self._read_s / capacity
         power = use ** (sqrt(2 * (readers + others + 1)) - 1)
-        wait_s = self._spread * self._read_s / (capacity * (1 - use))
+        # A queue at rest, or what it grows to within the horizon, as far as chance makes it
+        wait_s = min(mean_s / (1 - use), sqrt(mean_s * HORIZON_S))
         margins = (self._ttft_s - read_s / pace for read_s in self._reads_s)
         return share * fmean(1 - power * exp(-margin / wait_s) if margin > 0 else 0.0 for margin in margins)
 
