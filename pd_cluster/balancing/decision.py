@@ -8,8 +8,9 @@ take each other's place. A change must gain more than it costs:
             and streams of a node that is to read prompts, which end beside these
 
 What it gains beyond that and NOTHING is added up, round by round, as the load of a minute is noisy: ENOUGH of it, in
-CONFIRMED rounds in a row, decides. After a change nothing is done until the load has shown what
-it did; after an operator's longer. No node leaves a role that the last change gave before that has paid. All of that is read from what nodes tell, so a balance that restarts goes on.
+CONFIRMED rounds in a row, decides. After a change nothing is done until the load has shown what it did; after an
+operator's longer. No node leaves a role that the last change gave before that has paid. All of that is read from what
+nodes tell, so a balance that restarts goes on.
 """
 
 from __future__ import annotations
@@ -123,9 +124,7 @@ class _Group:
         now, found, after = predict(self._counts()), list(self._moves(predict)), Moves()
         at = f"{self._counts().name}: {now.attainment:.2f} of the requests would meet their targets"
         if not found:
-            return self._hold(
-                f"{at}; no node can change: it is the last or newest of its role, or unlike others"
-            ), {}
+            return self._hold(f"{at}; no node can change: it is the last or newest of its role, or unlike others"), {}
         for net, node, role, _ in found:
             old = before.get((node.role, role), GatheredGain())
             total = max(0.0, old.total + net - NOTHING)
