@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from itertools import accumulate
 
 from pd_cluster.bench.workload import Arrival
 
@@ -42,6 +43,11 @@ class PhasedLoad:
                 at_s += rng.expovariate(phase.per_s * num_nodes)
             begin_s += phase.span_s
         return arrivals
+
+    @property
+    def begins_s(self) -> list[float]:
+        """Of the phases."""
+        return [0.0, *accumulate(phase.span_s for phase in self.phases)][:-1]
 
     def phase_at(self, at_s: float) -> int:
         for number, phase in enumerate(self.phases):

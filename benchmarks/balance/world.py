@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from math import inf
 from typing import TYPE_CHECKING
 
-from pd_cluster.balancing.decision import BalanceTargets, decide
-from pd_cluster.balancing.snapshot import BALANCE, BalancedNode, BalanceSnapshot, EndedRequest
+from pd_cluster.balancing.decision import decide
+from pd_cluster.balancing.snapshot import BALANCE, BalancedNode, BalanceSnapshot, BalanceTargets, EndedRequest
 from pd_cluster.planning.simulated_cluster import RoleDevices, Served, SimulatedCluster
 from pd_cluster.scheduling.step_model import StepModel
 from pd_router.nodes.node import Role
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from pd_cluster.balancing.decision import BalanceDecision, Memory
     from pd_cluster.bench.workload import Arrival
+    from pd_cluster.planning.delays import Delays
     from pd_cluster.planning.device import Device
     from pd_cluster.planning.role_counts import RoleCounts
     from pd_cluster.planning.simulated_node import Rule
@@ -44,9 +45,10 @@ class BalancedCluster(SimulatedCluster):
     """`is_balanced`: else the roles of the start stay. `told`: what was decided, each reason once while it lasts."""
 
     def __init__(
-        self, roles: RoleCounts, rule: Rule, device: Device, seed: int, *, is_balanced: bool, targets: BalanceTargets
-    ) -> None:
-        super().__init__(roles, rule, seed, RoleDevices.alike(device))
+        self, roles: RoleCounts, rule: Rule, device: Device, seed: int, *, is_balanced: bool, targets: BalanceTargets,
+        delays: Delays | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(roles, rule, seed, RoleDevices.alike(device), delays)
         self._rule, self._targets, self._is_balanced = rule, targets, is_balanced
         self._ordered_s = dict.fromkeys(self._nodes, -inf)
         self._served: list[Served] = []  # what has not ended, or in the last minute
@@ -64,6 +66,20 @@ class BalancedCluster(SimulatedCluster):
     def _route(self, one: Served, name: str) -> None:
         self._served.append(one)
         super()._route(one, name)
+
+    def foresee(self, at_s: float, num_prefills: int) -> None:
+        """From then on, have so many prefill nodes, as if the load were known. Those with the least to do change."""
+        self.world.at(at_s, lambda: self._become(num_prefills))
+
+    def _become(self, num_prefills: int) -> None:
+        loads = {node: simulated.load for node, simulated in self._nodes.items()}
+        nodes = sorted(loads, key=lambda node: (loads[node].num_running + loads[node].num_waiting, node.node_id))
+        reading = [node for node in nodes if node.role is Role.PREFILL]
+        others = [node for node in nodes if node.role is not Role.PREFILL]
+        for node in reading[: max(0, len(reading) - num_prefills)]:
+            self.order(node.node_id, "decode", "foreseen")
+        for node in others[: max(0, num_prefills - len(reading))]:
+            self.order(node.node_id, "prefill", "foreseen")
 
     def _round(self) -> None:
         world = self.world
@@ -96,7 +112,7 @@ class BalancedCluster(SimulatedCluster):
             sender=None if ordered_s == -inf else BALANCE, order_age_s=min(1e9, self.world.now_s - ordered_s),
             queued_tokens=load.queued_tokens, num_streams=load.num_running + load.num_waiting,
             num_slots=load.num_slots, context=load.num_context, kv_tokens=load.num_blocks * load.block_size,
-            stream_room=load.stream_room, step_s=load.step_s, token_s=load.token_s, key_s=load.key_s,
+            step_s=load.step_s, token_s=load.token_s, key_s=load.key_s,
             context_s=load.context_s,
         )  # fmt: skip
 

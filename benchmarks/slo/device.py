@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pd_cluster.planning.device import USUAL_STEP_TOKENS, Device
+from pd_cluster.planning.step_table import at, padded
 from pd_cluster.scheduling.captured_sizes import bucket_sizes, token_buckets
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from pd_cluster.scheduling.step_model import StepWork
 
 SIZES = token_buckets(USUAL_STEP_TOKENS)
@@ -60,7 +58,7 @@ class DenseDevice(Device):
         if not work.num_tokens:
             return decodes_s
         total = _padded(work)
-        prompts_ms = max(0.0, _prompt_ms(total) - _prompt_ms(work.num_decodes))
+        prompts_ms = max(0.0, at(PROMPT_MS, total) - at(PROMPT_MS, work.num_decodes))
         return (
             decodes_s + self.prompt_share * prompts_ms / 1e3 + self.key_share * _key_s(work.num_tokens) * work.num_keys
         )
@@ -87,7 +85,7 @@ class MixtureDevice(Device):
 
     def seconds(self, work: StepWork) -> float:
         num = work.num_decodes
-        decodes_s = _between(MIXTURE_MS, num if work.num_tokens else _padded(work)) / 1e3 if num else self.step_s
+        decodes_s = at(MIXTURE_MS, num if work.num_tokens else _padded(work)) / 1e3 if num else self.step_s
         decodes_s += self.context_s * work.context
         if not work.num_tokens:
             return decodes_s
@@ -114,21 +112,10 @@ def _experts(num_tokens: int) -> float:
 
 def _padded(work: StepWork) -> int:
     """The captured size of a step."""
-    sizes = SIZES if work.num_tokens else DECODE_SIZES
-    return sizes[bisect_left(sizes, work.num_decodes + work.num_tokens)]
-
-
-def _prompt_ms(num_tokens: int) -> float:
-    return _between(PROMPT_MS, num_tokens)
+    return padded(SIZES if work.num_tokens else DECODE_SIZES, work.num_decodes + work.num_tokens)
 
 
 def _key_s(num_tokens: int) -> float:
     if num_tokens < NEAR_KEYS_S[-1][0]:
-        return _between(NEAR_KEYS_S, num_tokens)
+        return at(NEAR_KEYS_S, num_tokens)
     return KEY_S * -(-num_tokens // WAVE_TOKENS) * WAVE_TOKENS / num_tokens
-
-
-def _between(table: Sequence[tuple[int, float]], num_tokens: int) -> float:
-    index = max(1, bisect_left(table, (num_tokens, 0.0)))
-    (low, low_y), (high, high_y) = table[index - 1], table[min(index, len(table) - 1)]
-    return low_y + (high_y - low_y) * (num_tokens - low) / (high - low) if num_tokens > low else low_y

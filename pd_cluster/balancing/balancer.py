@@ -11,8 +11,8 @@ from urllib.parse import quote
 
 import httpx
 
-from pd_cluster.balancing.decision import BalanceDecision, BalanceTargets, decide
-from pd_cluster.balancing.snapshot import BALANCE, read_snapshot
+from pd_cluster.balancing.decision import BalanceDecision, decide
+from pd_cluster.balancing.snapshot import BALANCE, BalanceTargets, read_snapshot
 from pd_connectors.protocol.ticket import (
     ALL_NODES,
     BALANCE_ACTION,

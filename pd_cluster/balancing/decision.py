@@ -8,8 +8,9 @@ take each other's place. A change must gain more than it costs:
             and streams of a node that is to read prompts, which end beside these
 
 What it gains beyond that and NOTHING is added up, round by round, as the load of a minute is noisy: ENOUGH of it, in
-CONFIRMED rounds in a row, decides. After a change nothing is done until the load has shown what
-it did; after an operator's longer. All of that is read from what nodes tell, so a balance that restarts goes on.
+CONFIRMED rounds in a row, decides. After a change nothing is done until the load has shown what it did; after an
+operator's longer. No node leaves a role that the last change gave before that has paid. All of that is read from what
+nodes tell, so a balance that restarts goes on.
 """
 
 from __future__ import annotations
@@ -18,15 +19,14 @@ from dataclasses import dataclass, replace
 from itertools import groupby, permutations
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
-from pd_cluster.balancing.estimate import LoadEstimate, StepFigures
-from pd_cluster.balancing.snapshot import BALANCE, ROLES
+from pd_cluster.balancing.estimate import Forecast, LoadEstimate, StepFigures
+from pd_cluster.balancing.snapshot import BALANCE, ROLES, GroupLoad
 from pd_cluster.planning.role_counts import RoleCounts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from pd_cluster.balancing.snapshot import BalancedNode, BalanceSnapshot, EndedRequest
-    from pd_cluster.planning.forecast import Forecast
+    from pd_cluster.balancing.snapshot import BalancedNode, BalanceSnapshot, BalanceTargets
 
 STALE_S = 5.0  # a snapshot that is older decides nothing
 FEWEST = 20  # requests that have ended of late, below which nothing is predicted
@@ -37,22 +37,6 @@ HORIZON_S = 300.0  # that a change is to pay for itself in
 NOTHING, ENOUGH = 0.01, 0.06
 CONFIRMED = 3
 NOT_YET = "not enough is known"
-
-
-class BalanceTargets(NamedTuple):
-    """Seconds."""
-
-    ttft_s: float
-    tpot_s: float
-
-
-class GroupLoad(NamedTuple):
-    """What a prediction is made of."""
-
-    per_s: float
-    seen: Sequence[EndedRequest]
-    queued_tokens: int
-    targets: BalanceTargets
 
 
 class RoleChange(NamedTuple):
@@ -71,7 +55,6 @@ class BalanceDecision:
     models: str
     reason: str
     change: RoleChange | None = None
-    kind: str = "hold"  # in metrics: hold, or change
 
 
 class GatheredGain(NamedTuple):
@@ -104,7 +87,7 @@ def decide(
     for models, nodes in _groups(snapshot.nodes):
         decision, kept[models] = _Group(snapshot, models, nodes, targets, forecast).decide(memory.get(models, {}))
         if decision.change is not None and any(other.change for other in decisions):
-            decision = replace(decision, change=None, kind="hold", reason="another group's change comes first")
+            decision = replace(decision, change=None, reason="another group's change comes first")
         decisions.append(decision)
     return decisions or [BalanceDecision("", "there are no nodes")], kept
 
@@ -141,7 +124,7 @@ class _Group:
         now, found, after = predict(self._counts()), list(self._moves(predict)), Moves()
         at = f"{self._counts().name}: {now.attainment:.2f} of the requests would meet their targets"
         if not found:
-            return self._hold(f"{at}; no node can change: it is the last of its role, or unlike others"), {}
+            return self._hold(f"{at}; no node can change: it is the last or newest of its role, or unlike others"), {}
         for net, node, role, _ in found:
             old = before.get((node.role, role), GatheredGain())
             total = max(0.0, old.total + net - NOTHING)
@@ -150,7 +133,7 @@ class _Group:
         best = after[node.role, role]
         if best.rounds >= CONFIRMED and best.total >= ENOUGH:
             change = RoleChange(node.name, role, node.changes, self._snapshot.role_state)
-            return BalanceDecision(self._models, f"{at}; {told}", change, "change"), {}
+            return BalanceDecision(self._models, f"{at}; {told}", change), {}
         much = f"seen in {best.rounds} rounds, of {CONFIRMED}, with {best.total:.2f} of {ENOUGH:.2f} in sum"
         return self._hold(f"{at}; {told}: {much if best.rounds else 'too little'}"), after
 
@@ -181,13 +164,11 @@ class _Group:
 
     def _predictor(self) -> Callable[[RoleCounts], Forecast] | None:
         queued = sum(node.queued_tokens for node in self._nodes if node.is_usable)
+        load = GroupLoad(self._per_s, self._seen, queued, self._targets)
         if (forecast := self._forecast) is not None:
-            load = GroupLoad(self._per_s, self._seen, queued, self._targets)
             return lambda roles: forecast(load, roles)
         figures = StepFigures.of(self._nodes)
-        if figures is None:
-            return None
-        return LoadEstimate(figures, self._per_s, self._seen, queued, *self._targets).attained
+        return None if figures is None else LoadEstimate(figures, load).attained
 
     def _counts(self) -> RoleCounts:
         """Of the nodes that serve."""
@@ -197,10 +178,12 @@ class _Group:
         """What each change would gain after its cost, the node, its new role, and both in words."""
         counts = self._counts()
         now = _mean(predict(counts))
+        own = [one for one in self._nodes if one.sender == BALANCE and one.order_age_s < HORIZON_S]
+        given = min(own, key=lambda one: one.order_age_s).role if own else ""  # by the last change: it is to pay first
         present = [role for role, number in zip(ROLES, counts, strict=True) if number]
         for old, new in permutations(present, 2):
             like = [one for one in self._nodes if one.role == old and one.is_usable and self._has_like(one, new)]
-            if counts[ROLES.index(old)] < 2 or not like:  # the last one stays
+            if counts[ROLES.index(old)] < 2 or not like or old == given:  # the last one stays
                 continue
             node = min(like, key=lambda one: (one.num_streams, one.queued_tokens, one.cached_tokens, one.name))
             gain, cost = _mean(predict(_moved(counts, old, new))) - now, self._cost(node, new)

@@ -13,14 +13,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from math import exp, sqrt
 from statistics import NormalDist, fmean, median, pvariance
-from typing import TYPE_CHECKING
-
-from pd_cluster.planning.forecast import Forecast
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable
 
-    from pd_cluster.balancing.snapshot import BalancedNode, EndedRequest
+    from pd_cluster.balancing.snapshot import BalancedNode, GroupLoad
     from pd_cluster.planning.role_counts import RoleCounts
 
 DECODE_S = 10e-6  # of a step, for a stream, where a step reads all weights (8B, H200)
@@ -36,6 +34,14 @@ WORKING = 0.8  # use of prefill nodes from which on others had better read, too
 FULLEST = 0.98  # use of a server with a wait that is still that of a queue at rest
 MOST_READS = 40  # prompts, of all lengths, for which waits are summed
 NORMAL = NormalDist()
+
+
+class Forecast(NamedTuple):
+    """A share of the requests within their targets, and the least and most with other steps."""
+
+    attainment: float
+    low: float
+    high: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,20 +80,15 @@ class StepFigures:
 
 @dataclass(frozen=True, slots=True)
 class LoadEstimate:
-    """Predicts for one load. `queued_tokens`: of prompts, that wait now. Targets in seconds, as clients measure."""
+    """Predicts for one load."""
 
     figures: StepFigures
-    per_s: float
-    seen: Sequence[EndedRequest]
-    queued_tokens: int
-    ttft_s: float
-    tpot_s: float
+    load: GroupLoad
 
     def attained(self, roles: RoleCounts) -> Forecast:
         """Takes 0.1 ms."""
         told, longer, shorter = (
-            _LoadSums(replace(self, figures=self.figures.times(factor))).attained(roles)
-            for factor in (1, 1 + STEPS, 1 - STEPS)
+            _LoadSums(self.figures.times(factor), self.load).attained(roles) for factor in (1, 1 + STEPS, 1 - STEPS)
         )
         return Forecast(told, min(told, longer), max(told, shorter))
 
@@ -95,9 +96,8 @@ class LoadEstimate:
 class _LoadSums:
     """The sums of one load."""
 
-    def __init__(self, of: LoadEstimate) -> None:
-        figures, seen = of.figures, of.seen
-        self._of = of
+    def __init__(self, figures: StepFigures, load: GroupLoad) -> None:
+        self._figures, (per_s, seen, queued_tokens, (self._ttft_s, self._tpot_s)) = figures, load
         computed = [one.prompt_tokens - one.cached_tokens for one in seen]
         reads_s = sorted(
             figures.token_s * new + figures.key_s * new * (one.cached_tokens + new / 2)
@@ -106,16 +106,16 @@ class _LoadSums:
         self._reads_s = reads_s[:: 1 + len(reads_s) // MOST_READS]
         self._read_s = max(fmean(reads_s), 1e-9)
         self._spread = (1 + pvariance(reads_s) / self._read_s**2) / 2  # of Poisson arrivals
-        self._busy = of.per_s * self._read_s + of.queued_tokens * figures.token_s / HORIZON_S  # readers
+        self._busy = per_s * self._read_s + queued_tokens * figures.token_s / HORIZON_S  # readers
         answers = fmean(one.answer_tokens for one in seen)
         context = fmean(one.prompt_tokens + one.answer_tokens / 2 for one in seen)
-        self._streams = of.per_s * answers * of.tpot_s  # that there are where each takes as long as it may
+        self._streams = per_s * answers * self._tpot_s  # that there are where each takes as long as it may
         self._stream_s = figures.stream_s + figures.context_s * context
         room = figures.kv_tokens / context if figures.kv_tokens else figures.num_slots
         self._most = min(figures.num_slots, room)
 
     def attained(self, roles: RoleCounts) -> float:
-        tpot_s, streams = self._of.tpot_s, self._streams
+        tpot_s, streams = self._tpot_s, self._streams
         readers, others = roles.prefill, roles.decode + roles.mixed
         room = others * self._most_streams(tpot_s)
         left = self._left(min(streams, room) / others) if others else 0.0
@@ -128,14 +128,14 @@ class _LoadSums:
 
     def _most_streams(self, step_s: float) -> float:
         """Of one node with steps of so long at most."""
-        return max(0.0, min(self._most, (step_s - self._of.figures.step_s) / self._stream_s))
+        return max(0.0, min(self._most, (step_s - self._figures.step_s) / self._stream_s))
 
     def _left(self, num_streams: float) -> float:
         """Of a node's time, what its streams leave to prompts."""
         if num_streams <= 0:
             return 1.0
-        left = max(0.0, 1 - (self._of.figures.step_s + num_streams * self._stream_s) / self._of.tpot_s)
-        return min(1.0, left / BESIDE) if self._of.figures.stream_s < self._of.figures.token_s else left
+        left = max(0.0, 1 - (self._figures.step_s + num_streams * self._stream_s) / self._tpot_s)
+        return min(1.0, left / BESIDE) if self._figures.stream_s < self._figures.token_s else left
 
     def _in_time(self, readers: int, others: int, left: float, pace: float) -> float:
         """Of the prompts that a node reads in `pace` of its time, those with a first token in time.
@@ -147,11 +147,13 @@ class _LoadSums:
             return 0.0
         use, share = self._busy / capacity, 1.0
         if use > FULLEST:  # the queue grows as long as this lasts
-            share = min(1.0, self._of.ttft_s / max(use - 1, 1 - FULLEST) / HORIZON_S)
+            share = min(1.0, self._ttft_s / max(use - 1, 1 - FULLEST) / HORIZON_S)
             use = FULLEST
+        mean_s = self._spread * self._read_s / capacity
         power = use ** (sqrt(2 * (readers + others + 1)) - 1)
-        wait_s = self._spread * self._read_s / (capacity * (1 - use))
-        margins = (self._of.ttft_s - read_s / pace for read_s in self._reads_s)
+        # A queue at rest, or what it grows to within the horizon, as far as chance makes it
+        wait_s = min(mean_s / (1 - use), sqrt(mean_s * HORIZON_S))
+        margins = (self._ttft_s - read_s / pace for read_s in self._reads_s)
         return share * fmean(1 - power * exp(-margin / wait_s) if margin > 0 else 0.0 for margin in margins)
 
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 ROLES = ("prefill", "decode", "mixed")
 BALANCE = "balance"  # the sender of its orders
@@ -17,6 +20,22 @@ class EndedRequest(NamedTuple):
     prompt_tokens: int
     cached_tokens: int
     answer_tokens: int
+
+
+class BalanceTargets(NamedTuple):
+    """Seconds, as clients measure."""
+
+    ttft_s: float
+    tpot_s: float
+
+
+class GroupLoad(NamedTuple):
+    """What a prediction is made of. `queued_tokens`: of prompts, that wait now."""
+
+    per_s: float
+    seen: Sequence[EndedRequest]
+    queued_tokens: int
+    targets: BalanceTargets
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +59,6 @@ class BalancedNode:
     context: int = 0  # tokens of KV of its streams
     kv_tokens: int = 0  # that its memory holds
     cached_tokens: int = 0  # of prefixes that a router knows there
-    stream_room: int | None = None  # streams more within the target of time per token
     step_s: float = 0.0
     token_s: float = 0.0
     key_s: float = 0.0
@@ -100,6 +118,6 @@ def _node(row: dict[str, Any]) -> BalancedNode:
         row["healthy"] and row["state"] == "active", load["feed"] == "live" and bool(engine), row["tells_orders"],
         None if order is None else order["sender"], 0.0 if order is None else order["age_s"],
         load["queued_tokens"], load["sequences"], engine.get("slots", 0), engine.get("context", 0), blocks * size,
-        load["cached_blocks"] * size, load["stream_room"], engine.get("step_ms", 0.0) / 1e3,
+        load["cached_blocks"] * size, engine.get("step_ms", 0.0) / 1e3,
         engine.get("token_s", 0.0), engine.get("key_s", 0.0), engine.get("context_s", 0.0),
     )  # fmt: skip

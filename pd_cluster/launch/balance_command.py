@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import httpx
 
 from pd_cluster.balancing.balancer import Balancer
-from pd_cluster.balancing.decision import BalanceTargets
+from pd_cluster.balancing.snapshot import BalanceTargets
 from pd_cluster.errors import StartupError
 from pd_cluster.launch.balance_flags import BALANCE_READY
 from pd_connectors.protocol.keys import load_cluster_key

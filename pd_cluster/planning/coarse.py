@@ -10,7 +10,9 @@ import heapq
 from math import inf
 from typing import TYPE_CHECKING, NamedTuple
 
-from pd_cluster.planning.coarse_node import CoarseDevice, CoarseNode, CoarseStream
+from pd_cluster.planning.coarse_node import CoarseNode, CoarseStream
+from pd_cluster.planning.device import steps_at_start
+from pd_cluster.scheduling.step_model import StepModel
 from pd_router.nodes.ledger import DECODE_S
 from pd_router.policy.cost import (
     CHUNK_TOKENS,
@@ -42,11 +44,10 @@ class CoarseCluster:
     """Nodes, and the requests on their way."""
 
     def __init__(self, roles: RoleCounts, devices: RoleDevices, targets: Targets, delays: Delays) -> None:
-        kinds = (devices.prefill, devices.decode, devices.mixed)
-        fitted = {device: CoarseDevice(device) for device in set(kinds)}
+        fitted = {device: StepModel(steps_at_start(device)) for device in set(devices)}
         self._prefills, decodes, mixed = (
-            [CoarseNode(fitted[kind], targets, prompts_first=first) for _ in range(number)]
-            for kind, number, first in zip(kinds, roles, (True, False, False), strict=True)
+            [CoarseNode(kind, fitted[kind], targets, prompts_first=first) for _ in range(number)]
+            for kind, number, first in zip(devices, roles, (True, False, False), strict=True)
         )
         self._others = decodes + mixed
         self._nodes = [*self._prefills, *self._others]
@@ -79,7 +80,7 @@ class CoarseCluster:
     def _arrive(self, request: int, now_s: float) -> None:
         one = self._arrivals[request]
         reader, taker = self._choose(one, request % len(self._others), now_s)
-        step_s = DECODE_S + taker.device.context_s * one.num_input
+        step_s = DECODE_S + taker.model.context_s * one.num_input
         self._takers[request] = taker, step_s
         taker.num_given += 1
         taker.streams_s += step_s
@@ -91,7 +92,7 @@ class CoarseCluster:
         others, prefills, size = self._others[turn:] + self._others[:turn], self._prefills, one.num_input
         context, steps = size + one.num_output / 2, STREAM_WEIGHT * one.num_output
         answers_s = [
-            steps * (node.streams_s + node.num_given * (DECODE_S + node.device.context_s * context)) for node in others
+            steps * (node.streams_s + node.num_given * (DECODE_S + node.model.context_s * context)) for node in others
         ]
         least_s = min(answers_s)
         taker = others[answers_s.index(least_s)]
@@ -105,7 +106,7 @@ class CoarseCluster:
             over_s = prefill_s + HANDOVER_S
             pair_s = over_s + TRANSFER_S * min(size, CHUNK_TOKENS) + least_s - DOUBT_S
             # No node is sooner than an idle one with the least streams
-            alone_s = ERROR_FACTOR * size * others[0].device.token_s + least_s
+            alone_s = ERROR_FACTOR * size * others[0].token_s + least_s
             if over_s <= self._ttft_s and (prefill_s < DOUBT_S / 2 or alone_s >= pair_s):
                 return prefills[reads_s.index(prefill_s)], taker
         reading_s = [node.reading_s(size) for node in others]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from math import exp
+from typing import NamedTuple, Protocol
 
 from pd_cluster.scheduling.step_model import StepWork, keys_of
 
@@ -10,6 +11,19 @@ USUAL_BLOCKS, USUAL_BLOCK_SIZE = 14_000, 64  # of 8B's cache on an H200
 USUAL_SEQS, USUAL_STEP_TOKENS = 256, 2048  # as `capacity` decides them for it
 # A device forgets its heat in this time (two steps of 2,048 tokens take 86 ms from cool and 97 back to back, 8B, H200)
 HEAT_S, HEAVY_TOKENS = 0.15, 1024
+
+
+class DeviceHeat(NamedTuple):
+    """0: the device is cool, 1: it has had full steps of prompts for long."""
+
+    begun_s: float = 0.0  # of the last step
+    share: float = 0.0  # of its tokens, that make a device hot
+    value: float = 0.0
+
+    def at(self, now_s: float, num_tokens: int) -> DeviceHeat:
+        """When a step of so many tokens of prompts begins."""
+        stays = exp((self.begun_s - now_s) / HEAT_S)
+        return DeviceHeat(now_s, min(1.0, num_tokens / HEAVY_TOKENS), stays * self.value + (1 - stays) * self.share)
 
 
 class Device(Protocol):

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import chain, count
 from math import inf
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from pd_cluster.planning.delays import Delays
+from pd_cluster.planning.role_counts import RoleCounts
 from pd_cluster.planning.simulated_node import DRAWN, Rule, SimulatedNode, VirtualTime
 from pd_cluster.protocol.messages import AddRequest, Work
 from pd_cluster.protocol.sampling_params import SamplingParams
@@ -29,15 +30,13 @@ if TYPE_CHECKING:
 
     from pd_cluster.bench.workload import Arrival
     from pd_cluster.planning.device import Device
-    from pd_cluster.planning.role_counts import RoleCounts
     from pd_router.nodes.node import Node
 
 WARM = 0.2  # of the time of arrivals, in which an empty cluster fills
 RETRY_S = 0.005  # until a decode node asks for memory again
 
 
-@dataclass(frozen=True, slots=True)
-class RoleDevices:
+class RoleDevices(NamedTuple):
     """What nodes of each role run on: ranks of a node differ between roles."""
 
     prefill: Device
@@ -80,15 +79,14 @@ class SimulatedCluster:
         """Raises StartupError."""
         roles.check()
         self.world, self._delays = VirtualTime(seed), delays or Delays()
-        kinds = (("prefill", devices.prefill), ("", devices.decode), ("mixed", devices.mixed))
-        self.prefills, self.decodes, self.mixed = (
-            [SimulatedNode(self.world, rule, device, role=role) for _ in range(number)]
-            for (role, device), number in zip(kinds, roles, strict=True)
-        )
+        self.nodes = {
+            role: [SimulatedNode(self.world, rule, device, role=role) for _ in range(number)]
+            for role, device, number in zip(RoleCounts._fields, devices, roles, strict=True)
+        }
         self._config = self._router_config(rule)
         self._policy = CostPolicy(self._config)
         self._table = NodeTable(self._config, lambda: self.world.now_s)
-        self._nodes = dict(zip(self._table.nodes, (*self.prefills, *self.decodes, *self.mixed), strict=True))
+        self._nodes = dict(zip(self._table.nodes, chain(*self.nodes.values()), strict=True))
         self._told_s = dict.fromkeys(self._nodes, -inf)
         self._unheard = {node: list[int]() for node in self._nodes}  # numbers of charges since
         for node in self._nodes:
@@ -98,9 +96,8 @@ class SimulatedCluster:
 
     def _router_config(self, rule: Rule) -> RouterConfig:
         slo_ttft_ms = 0.0 if rule.targets.ttft_s == inf else 1e3 * rule.targets.ttft_s
-        sides = {"prefill": self.prefills, "decode": self.decodes, "mixed": self.mixed}
         prefill, decode, mixed = (
-            tuple(f"http://{side}{at}:1" for at, _ in enumerate(nodes)) for side, nodes in sides.items()
+            tuple(f"http://{role}{at}:1" for at, _ in enumerate(nodes)) for role, nodes in self.nodes.items()
         )
         return RouterConfig(
             prefill=prefill, decode=decode, mixed=mixed, slo_ttft_ms=slo_ttft_ms,
@@ -129,8 +126,7 @@ class SimulatedCluster:
     @property
     def steps(self) -> dict[str, tuple[float, ...]]:
         """By role: steps, their tokens and seconds, while the cluster was neither filled nor emptied."""
-        roles = {"prefill": self.prefills, "decode": self.decodes, "mixed": self.mixed}
-        tallies = {role: [node.tally for node in nodes] for role, nodes in roles.items() if nodes}
+        tallies = {role: [node.tally for node in nodes] for role, nodes in self.nodes.items() if nodes}
         return {role: tuple(map(sum, zip(*each, strict=True))) for role, each in tallies.items()}
 
     # the router

@@ -6,13 +6,13 @@ import random
 from collections import deque
 from copy import deepcopy
 from dataclasses import dataclass
-from math import exp, inf
+from math import inf
 from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
 from pd_cluster.config import SchedulerConfig
-from pd_cluster.planning.device import HEAT_S, HEAVY_TOKENS, steps_at_start
+from pd_cluster.planning.device import DeviceHeat, steps_at_start
 from pd_cluster.planning.event_queue import EventQueue
 from pd_cluster.scheduling.batch import StepResult
 from pd_cluster.scheduling.block_manager import BlockManager
@@ -70,10 +70,10 @@ class SimulatedNode:
     """A scheduler and its device."""
 
     def __init__(
-        self, world: VirtualTime, rule: Rule, device: Device, *, role: str = "", num_blocks: int = 0,
+        self, world: VirtualTime, rule: Rule, device: Device, *, role: str = "decode", num_blocks: int = 0,
         is_measured: bool = True, blocks: BlockManager | None = None,
     ) -> None:  # fmt: skip
-        """`role` "": a decode node by the rule's usual gaps, else a mixed one. `num_blocks`: of its memory, with a
+        """A decode node is one by the rule's usual gaps, else a mixed one. `num_blocks`: of its memory, with a
         prefix cache; 0: the device's, without. `is_measured`: its steps' model is fitted at start, else to its first
         steps. `blocks`: in place of them.
         """
@@ -84,9 +84,9 @@ class SimulatedNode:
         self.blocks = blocks or BlockManager((group,), slabs, prefix_caching=num_blocks > 0)
         self.model = world.model_of(device) if is_measured else StepModel()
         self.room = StreamRoom(rule.targets.tpot_s, device.max_seqs, self.model, lambda: world.now_s)
-        role = role or ("decode" if rule.usual else "mixed")
+        role = "mixed" if role == "decode" and not rule.usual else role
         self.room.prompts_first = role == "prefill"
-        model = deepcopy(self.model) if rule.usual and role == "decode" else self.model
+        model = deepcopy(self.model) if role == "decode" else self.model
         targets = rule.targets.on(role, "cuda:0", model)
         self.room.gap_s = targets.itl_s
         self.budget = StepBudget(targets, self.model, lambda: world.now_s, self._busy_s)
@@ -98,7 +98,7 @@ class SimulatedNode:
             self.blocks, step_budget=self.budget, order=Shortest(self.model, self.blocks) if rule.shortest else Fifo(),
             max_model_len=1 << 20, eos_token_ids=frozenset({0}), retract=lambda lease: 0, clock=lambda: world.now_s,
         )  # fmt: skip
-        self._heat = (0.0, 0.0, 0.0)  # when the last step began, how heavy it is, how hot the device was
+        self._heat = DeviceHeat()
         self._decode_s = 0.0  # of the last step with decodes only
         self.tally = (0, 0, 0.0)  # steps, their tokens and seconds
         self.on_token: dict[str, Callable[[], None]] = {}
@@ -142,21 +142,13 @@ class SimulatedNode:
             return
         work = StepWork.of(batch.chunks)
         begin_s = max([world.now_s, *(flight[3] for flight in self._flights)])
-        warm = 1.0 + self.device.heat * self._heat_of(work, begin_s)
+        self._heat = self._heat.at(begin_s, work.num_tokens)
+        warm = 1.0 + self.device.heat * self._heat.value
         seconds = self.device.seconds(work) * warm * world.rng.gauss(1.0, NOISE) if batch.chunks else 0.0
         end_s = begin_s + max(seconds, self._side_s(batch.copies))
         self._flights.append((batch, work, begin_s, end_s))
         world.at(end_s, self._retire)
         world.at(max(begin_s, end_s - LEAD_S), self._plan)
-
-    def _heat_of(self, work: StepWork, begin_s: float) -> float:
-        """0: the device is cool, 1: it has had full steps of prompts for long. Notes this step."""
-        if not self.device.heat:
-            return 0.0
-        last_s, share, heat = self._heat
-        stays = exp((last_s - begin_s) / HEAT_S)
-        self._heat = begin_s, min(1.0, work.num_tokens / HEAVY_TOKENS), stays * heat + (1 - stays) * share
-        return self._heat[2]
 
     def _side_s(self, copies: BlockCopies) -> float:
         """Of the copies to and from host memory that run beside a step, each way by itself."""

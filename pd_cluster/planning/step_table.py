@@ -7,6 +7,7 @@ Each is a line between measured points; where it leaves them it goes on as betwe
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Sequence
 from functools import cached_property
 from importlib import resources
 from operator import attrgetter
@@ -26,7 +27,7 @@ from pd_cluster.planning.device import (
 from pd_cluster.scheduling.captured_sizes import bucket_sizes, token_buckets
 from pd_cluster.scheduling.step_model import StepWork, keys_of
 
-Line: TypeAlias = "list[tuple[float, float]]"
+Line: TypeAlias = Sequence[tuple[float, float]]
 
 SCHEMA = 1
 LEAST_DECODES = LEAST_SIZES = 2  # points of a line
@@ -133,9 +134,9 @@ class TableDevice(Device):
     def seconds(self, work: StepWork) -> float:
         decodes, tokens = work.num_decodes, work.num_tokens
         if not tokens:
-            padded = _padded(self._decode_sizes, decodes)
-            return max(1e-6, at(self._decodes, padded) + at(self._context, decodes) * work.context)
-        prompts_s = self._between_lines(decodes, _padded(self._sizes, decodes + tokens) - decodes)
+            alone_s = at(self._decodes, padded(self._decode_sizes, decodes))
+            return max(1e-6, alone_s + at(self._context, decodes) * work.context)
+        prompts_s = self._between_lines(decodes, padded(self._sizes, decodes + tokens) - decodes)
         decodes_s = at(self._decodes, decodes) + at(self._context, decodes) * work.context
         return max(1e-6, decodes_s + prompts_s + at(self._keys, tokens) * work.num_keys)
 
@@ -164,7 +165,7 @@ class TableDevice(Device):
 
     def _prompt_lines(self, prompts: list[StepPoint]) -> list[tuple[int, Line]]:
         """Seconds more than the decodes', by number of decodes and then of tokens. Keys are left out."""
-        lines = dict[int, Line]()
+        lines = dict[int, list[tuple[float, float]]]()
         for p in prompts:
             if not p.before:
                 alone_s = at(self._decodes, p.num_decodes) + self._context_s(p)
@@ -211,6 +212,6 @@ def _context_line(alone: list[StepPoint]) -> Line:
     return sorted(found) or [(0.0, 0.0)]
 
 
-def _padded(sizes: list[int], num: int) -> int:
+def padded(sizes: list[int], num: int) -> int:
     """The captured size; what is larger than all of them runs as it is."""
     return sizes[bisect_left(sizes, num)] if sizes and num <= sizes[-1] else num

@@ -50,11 +50,7 @@ class PrefillBudget:
         with the decodes it is that of a captured step.
         If this leaves prompts less than LEAST_PROMPT_TOKENS, it is the next STEP_MULTIPLE that does not.
         """
-        total, least = num_decodes + most, num_decodes + LEAST_PROMPT_TOKENS
-        total -= total % (STEP_MULTIPLE if total < COARSE else 2 * STEP_MULTIPLE)
-        if total < least:
-            total = -(-least // STEP_MULTIPLE) * STEP_MULTIPLE
-        num_tokens = total - num_decodes
+        num_tokens = captured_tokens(num_decodes, most)
         return cls(
             tokens_left=min(num_tokens, max_num_tokens - num_decodes),
             cost_left=max(num_tokens, most, most_cost),
@@ -99,6 +95,13 @@ class PrefillBudget:
 
     def _room(self, start: int) -> int:
         return min(self.tokens_left, max(self.least_left, affordable(self.cost_left, start, self.keys_per_token)))
+
+
+def captured_tokens(num_decodes: int, most: int) -> int:
+    """Of at most so many tokens, or LEAST_PROMPT_TOKENS, those that make a captured step with the decodes."""
+    total, least = num_decodes + most, num_decodes + LEAST_PROMPT_TOKENS
+    total -= total % (STEP_MULTIPLE if total < COARSE else 2 * STEP_MULTIPLE)
+    return (total if total >= least else -(-least // STEP_MULTIPLE) * STEP_MULTIPLE) - num_decodes
 
 
 def cost_of(num_tokens: int, start: int, keys_per_token: int) -> int:

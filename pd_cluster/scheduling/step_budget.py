@@ -37,14 +37,14 @@ LEAST_PROMPT_TOKENS steps. A step without decodes does not wait.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import chain, islice
 from math import inf
 from typing import TYPE_CHECKING
 
 from pd_cluster.scheduling.prefill_budget import LEAST_PROMPT_TOKENS, PrefillBudget
 from pd_cluster.scheduling.sequence import SequenceStatus
-from pd_cluster.scheduling.targets import AIM, KEPT_GAP_S, MOST_KEYS, NEARLY_CHEAPEST
+from pd_cluster.scheduling.streamed_step import SPREAD, StreamedStep, allowed_s, keys_per_token
+from pd_cluster.scheduling.targets import AIM, KEPT_GAP_S
 from pd_connectors.protocol.feed import FAR
 
 if TYPE_CHECKING:
@@ -55,28 +55,13 @@ if TYPE_CHECKING:
     from pd_cluster.scheduling.step_model import StepModel
     from pd_cluster.scheduling.targets import Targets
 
-SPREAD = 4  # steps over which slack is spent, or won back
 # Tokens by which streams may miss their target for a prompt that would miss its own. With 4, answers of 20 to 60
 # tokens on one crowded node missed a TPOT of 10 ms (simulated: 14 of 24 requests met both targets; with 2 it is 19,
 # with 0 it is 18)
 DEBT = 2
-RECOVERY = 0.8  # of the target: the shortest step for a stream without slack
 PATIENCE = 4  # TTFT targets that a prompt waits for the sake of streams
 CONTEXT_STEP = 1024  # tokens of a stream by which limits are found anew
 LOOKAHEAD = 8  # prompts, in their order, that are compared with their TTFT target
-
-
-@dataclass(slots=True)
-class _Step:
-    """What is known of the step to be planned, before prompts have their share."""
-
-    num_decodes: int
-    begin_s: float
-    alone_s: float  # of the decodes alone
-    slack_s: float  # the least of all streams
-    credit_s: float  # the least, with the debt of streams to a prompt that would miss its TTFT target
-    most: int  # tokens of prompts within the bound of gaps
-    most_useful: int = 0  # of those that wait, as many as one step takes
 
 
 class StepBudget:
@@ -107,16 +92,11 @@ class StepBudget:
         self._num_without = 0 if self._share.num_given else self._num_without + 1
         if queues.num_free_slots <= 0 or self._share.tokens_left:
             self._bound_s = self._clock()
-        step = self._look(num_decodes, num_entering, max_num_tokens, queues)
-        most, is_cheap = self._most(step, queues)
+        step, most, is_cheap, _ = self._look(num_decodes, num_entering, max_num_tokens, queues)
         if self._is_overloaded(queues, step.begin_s):
             most, is_cheap = step.most, True
-        if self._num_without:
-            most = max(most, min(step.most, (1 + self._num_without) * LEAST_PROMPT_TOKENS))
-        self._share = self._share_of(num_decodes, max_num_tokens, most)
         may_wait = num_decodes > num_entering  # else the step might be empty, and no other would follow
-        if may_wait and not is_cheap and not self._pays(step, self._share.tokens_left):
-            self._share = PrefillBudget(is_limited=True)
+        self._share = step.share(most, is_cheap=is_cheap, num_without=self._num_without, may_wait=may_wait)
         return self._share
 
     def lasting(self, num_decodes: int, max_num_tokens: int, queues: Queues) -> int:
@@ -124,11 +104,8 @@ class StepBudget:
         if self.targets.tpot_s == inf:
             share = self._within_gaps(num_decodes, 0, max_num_tokens, queues)
             return max(1, share.tokens_left) if share.is_limited else 0
-        step = self._look(num_decodes, 0, max_num_tokens, queues)
-        most, is_cheap = self._most(step, queues)
-        if is_cheap:
-            return self._share_of(num_decodes, max_num_tokens, most).tokens_left
-        return max(LEAST_PROMPT_TOKENS, round(self._saved_pace(step) * step.alone_s))
+        step, most, is_cheap, pace = self._look(num_decodes, 0, max_num_tokens, queues)
+        return step.given(most) if is_cheap else max(LEAST_PROMPT_TOKENS, round(pace * step.alone_s))
 
     def step_keys(self, num_running: int, num_tokens: int) -> int:
         """`NodeLoad.step_keys` of the share that `lasting` said last: a prompt's first tokens, and those behind as many
@@ -136,7 +113,7 @@ class StepBudget:
         """
         (_, _, steps), (_, keys, cost) = self._usual
         if cost <= num_tokens:
-            return keys if keys and not cost else self.keys_per_token(num_running + num_tokens)
+            return keys if keys and not cost else keys_per_token(self.targets, self.model, num_running + num_tokens)
         context = steps * CONTEXT_STEP
         dearer = num_tokens * (keys + context) / (cost * keys)
         return round(context / (dearer - 1.0)) if dearer > 1.0 else 0
@@ -152,7 +129,7 @@ class StepBudget:
         if targets.tpot_s == inf:
             return AIM * targets.itl_s, inf
         slack_s, _ = self._slack_s(_streams(queues, 0), self._clock() + self._busy_s())
-        return AIM * targets.itl_s, self._allowed_s(slack_s / SPREAD)
+        return AIM * targets.itl_s, allowed_s(targets, slack_s / SPREAD)
 
     @property
     def _revision(self) -> int:
@@ -199,60 +176,26 @@ class StepBudget:
         model = model or self.model
         most_s = AIM * (itl_s or self.targets.itl_s) - model.decode_s(num_decodes, context)
         most = model.tokens_within(num_decodes, most_s)
-        return most, self.keys_per_token(num_decodes + most, model)
+        return most, keys_per_token(self.targets, model, num_decodes + most)
 
-    def _look(self, num_decodes: int, num_entering: int, max_num_tokens: int, queues: Queues) -> _Step:
+    def _look(
+        self, num_decodes: int, num_entering: int, max_num_tokens: int, queues: Queues
+    ) -> tuple[StreamedStep, int, bool, float]:
+        """The step, and `StreamedStep.by_slack` of it, or more for a late prompt."""
         model, begin_s = self.model, self._clock() + self._busy_s()
         streams = _streams(queues, num_entering)
-        alone_s = model.decode_s(num_decodes, _context_of(streams))
-        most = model.tokens_within(num_decodes, AIM * self.targets.itl_s - alone_s)
-        step = _Step(num_decodes, begin_s, alone_s, *self._slack_s(streams, begin_s), most)
+        alone_s, (slack_s, credit_s) = (
+            model.decode_s(num_decodes, _context_of(streams)),
+            self._slack_s(streams, begin_s),
+        )
         prompts = (seq for seq in chain(queues.running, queues.waiting) if seq.num_remaining_tokens > 1)
         num_waiting = sum(seq.num_remaining_tokens for seq in islice(prompts, LOOKAHEAD))
-        step.most_useful = self._share_of(num_decodes, max_num_tokens, most).tokens_left
-        if num_waiting:
-            step.most_useful = min(step.most_useful, num_waiting)
-        return step
-
-    def _most(self, step: _Step, queues: Queues) -> tuple[int, bool]:
-        """Tokens of prompts that the streams allow; whether these are cheap, so that no slack is saved."""
-        most, allowed_s = self._tokens_of(step, step.slack_s / SPREAD)
-        pace = most / allowed_s
-        is_cheap = self._pays(step, max(most, LEAST_PROMPT_TOKENS), NEARLY_CHEAPEST)
-        if not is_cheap:
-            most, pace = max(most, self._tokens_of(step, step.slack_s)[0]), self._saved_pace(step)
-        if step.credit_s > 0 and self._is_late(queues, step.begin_s, pace):
-            most = max(most, self._tokens_of(step, step.credit_s)[0])
-        return most, is_cheap
-
-    def _tokens_of(self, step: _Step, slack_s: float) -> tuple[int, float]:
-        """Tokens of prompts in the longest step that takes so much slack, and its seconds."""
-        allowed_s = self._allowed_s(slack_s)
-        return self.model.tokens_within(step.num_decodes, allowed_s - step.alone_s), allowed_s
-
-    def _pays(self, step: _Step, num_tokens: int, most: float = 1.0) -> bool:
-        """Whether each of so many tokens costs at most `most` times its price in the longest useful step."""
-        longest = step.most_useful
-        return num_tokens >= longest or self._price_s(step, num_tokens) <= most * self._price_s(step, longest)
-
-    def _price_s(self, step: _Step, num_tokens: int) -> float:
-        """Seconds of each of so many tokens of prompts, on average."""
-        return self.model.prolonged_s(step.num_decodes, num_tokens) / num_tokens
-
-    def _saved_pace(self, step: _Step) -> float:
-        """Tokens of prompts a second, if slack is saved for the longest useful steps."""
-        free = max(0.0, 1 - step.alone_s / (AIM * self.targets.tpot_s))
-        return free / self._price_s(step, step.most_useful)
-
-    def _share_of(self, num_decodes: int, max_num_tokens: int, most: int) -> PrefillBudget:
-        """The share of prompts: `most` tokens if they have none before them, and what fits a captured size."""
-        return PrefillBudget.beside(num_decodes, max_num_tokens, most, self.keys_per_token(num_decodes + most))
-
-    def keys_per_token(self, num_tokens: int, model: StepModel | None = None) -> int:
-        """Keys that cost a prompt's token in a step of so many tokens as much as the token itself."""
-        model = model or self.model
-        keys, least = max(1, round(model.token_s_at(num_tokens) / model.key_s)), self.targets.keys
-        return min(max(keys, least), MOST_KEYS * least) if least else keys
+        step = StreamedStep(model, self.targets, num_decodes, max_num_tokens, begin_s, alone_s, slack_s, num_waiting)
+        most, is_cheap, pace = step.by_slack()
+        coming = ((seq.request.marks.arrived_s, seq.num_remaining_tokens) for seq in _next_prompts(queues))
+        if credit_s > 0 and self.targets.ttft_s < inf and step.is_late(coming, pace):
+            most = max(most, step.within(credit_s))
+        return step, most, is_cheap, pace
 
     def _slack_s(self, streams: list[Sequence], begin_s: float) -> tuple[float, float]:
         """The least slack when the planned step begins, and the least with what a stream may owe.
@@ -266,23 +209,6 @@ class StepBudget:
             slack_s.append(0.0 if since_s is None else since_s + AIM * tpot_s * num - begin_s)
             credit_s.append(slack_s[-1] + max(DEBT * AIM, (1 - AIM) * num) * tpot_s)
         return min(slack_s, default=0.0), min(credit_s, default=DEBT * AIM * tpot_s)
-
-    def _allowed_s(self, slack_s: float) -> float:
-        """The longest step that takes so much of the streams' slack."""
-        tpot_s, itl_s = AIM * self.targets.tpot_s, AIM * self.targets.itl_s
-        return min(itl_s, max(tpot_s + slack_s, RECOVERY * tpot_s))
-
-    def _is_late(self, queues: Queues, begin_s: float, pace: float) -> bool:
-        """Whether one of the next prompts misses its target at a pace of so many tokens a second."""
-        if self.targets.ttft_s == inf:
-            return False
-        num_before = 0
-        for seq in _next_prompts(queues):
-            num_before += seq.num_remaining_tokens
-            due_s = seq.request.marks.arrived_s + AIM * self.targets.ttft_s
-            if num_before > pace * (due_s - begin_s):
-                return True
-        return False
 
     def _is_overloaded(self, queues: Queues, begin_s: float) -> bool:
         """Whether one of the next prompts has waited longer for streams than they may make it wait."""

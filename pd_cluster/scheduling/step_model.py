@@ -25,7 +25,7 @@ of its price is often more than all that drafts cost.
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, replace
 from math import inf
 from operator import mul
@@ -229,8 +229,9 @@ class StepModel:
     def _prices(self, num_decodes: int, num_tokens: int) -> Iterator[tuple[float, int]]:
         """Seconds of one more of so many prompt tokens beside decodes, in order, and for how many of them."""
         start, end = num_decodes, num_decodes + num_tokens
-        for bound in (*(knot for knot in KNOTS if start < knot < end), end):
-            yield self.token_s_at(start), bound - start
+        for index in range(bisect_right(KNOTS, start), bisect_left(KNOTS, end) + 1):
+            bound = KNOTS[index] if index < len(KNOTS) and KNOTS[index] < end else end
+            yield self._steps_s[index - 1], bound - start
             start = bound
 
     def note(self, work: StepWork, seconds: float) -> None:
@@ -323,6 +324,7 @@ class StepModel:
         self._seconds = list(seconds)
         self._tokens = Ladder(TOKEN_KNOTS, self._seconds[_TOKENS:_FIRST])
         self._firsts = Ladder(FIRST_KNOTS, self._seconds[_FIRST:])
+        self._steps_s = list(map(self.token_s_at, KNOTS))
 
     def _add(self, work: StepWork, seconds: float, most: float) -> None:
         self._num_noted += 1

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from pd_cluster.balancing.decision import BalanceTargets
-from pd_cluster.balancing.snapshot import BalancedNode, BalanceSnapshot, EndedRequest
-from pd_cluster.planning.forecast import Forecast
+from pd_cluster.balancing.estimate import Forecast
+from pd_cluster.balancing.snapshot import BalancedNode, BalanceSnapshot, BalanceTargets, EndedRequest
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from pd_cluster.balancing.decision import GroupLoad
+    from pd_cluster.balancing.snapshot import GroupLoad
     from pd_cluster.planning.role_counts import RoleCounts
 
 MODEL = "demo"

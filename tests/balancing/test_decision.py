@@ -19,8 +19,8 @@ from pd_cluster.balancing.decision import (
     RoleChange,
     decide,
 )
+from pd_cluster.balancing.estimate import Forecast
 from pd_cluster.balancing.snapshot import ROLES, BalanceSnapshot
-from pd_cluster.planning.forecast import Forecast
 from tests.balancing.snapshots import TARGETS, a_node, a_snapshot, by_prefills, nodes_of
 
 if TYPE_CHECKING:
@@ -105,9 +105,16 @@ def test_states_in_which_nothing_is_done(changed: dict[int, dict[str, Any]], why
 
 def test_after_the_time_of_an_order_the_balance_acts_again() -> None:
     nodes = nodes_of(1, 3)
-    nodes[0] = replace(nodes[0], sender="", order_age_s=OPERATOR_S)
-    nodes[1] = replace(nodes[1], sender="balance", order_age_s=SETTLE_S)
+    nodes[0] = replace(nodes[0], sender="balance", order_age_s=SETTLE_S)
+    nodes[1] = replace(nodes[1], sender="", order_age_s=OPERATOR_S)
     assert rounds(a_snapshot(nodes))[-1].change is not None
+
+
+@pytest.mark.parametrize("age_s", [SETTLE_S, HORIZON_S - 1, HORIZON_S])
+def test_a_change_is_to_pay_before_it_is_taken_back(age_s: float) -> None:
+    nodes = nodes_of(1, 3)
+    nodes[1] = replace(nodes[1], sender="balance", order_age_s=age_s)
+    assert (rounds(a_snapshot(nodes))[-1].change is None) == (age_s < HORIZON_S)
 
 
 def test_what_a_change_costs_is_weighed() -> None:

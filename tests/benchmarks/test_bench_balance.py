@@ -32,3 +32,10 @@ def test_no_role_changes_where_all_fits() -> None:
     load = PhasedLoad("even", (LoadSpan(120.0, 24 / SLOWNESS, EVENLY),))
     run = run_one(load, RoleCounts(2, 2), 0, SLOWNESS, is_balanced=True)
     assert (run.attained, run.changes) == (1.0, (0,))
+
+
+@pytest.mark.long
+def test_roles_change_with_the_load_where_it_is_foreseen() -> None:
+    load = PhasedLoad("even", tuple(LoadSpan(40.0, 24 / SLOWNESS, EVENLY) for _ in range(3)))
+    assert load.begins_s == [0.0, 40.0, 80.0]
+    assert run_one(load, RoleCounts(2, 2), 0, SLOWNESS, is_balanced=False, foreseen=(2, 3, 1)).changes == (0, 1, 2)

@@ -87,9 +87,9 @@ def test_nodes_of_a_role_share_its_prompts_and_streams() -> None:
     def mean_ttft_ms(name: str) -> float:
         cluster = Setting.parse(name).cluster(slack, seed=1)
         found = mean(one.ttft_ms for one in cluster.serve(arrivals))
-        streams = [len(node.on_token) for node in cluster.decodes]
+        streams = [len(node.on_token) for node in cluster.nodes["decode"]]
         assert max(streams) - min(streams) <= 4, streams
-        loads = [node.load for node in (*cluster.prefills, *cluster.decodes)]
+        loads = [node.load for node in (*cluster.nodes["prefill"], *cluster.nodes["decode"])]
         assert all(load.num_running == load.num_waiting == load.queued_tokens == 0 for load in loads)
         return found
 

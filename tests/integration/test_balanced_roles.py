@@ -15,7 +15,7 @@ import pytest
 
 from pd_cluster.balancing import decision
 from pd_cluster.balancing.balancer import Balancer
-from pd_cluster.planning.forecast import Forecast
+from pd_cluster.balancing.estimate import Forecast
 from tests.balancing.snapshots import TARGETS
 from tests.cluster import Launcher
 from tests.deadlines import HANG_S
@@ -28,7 +28,7 @@ from tests.shallow_model import shallow_model
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from pd_cluster.balancing.decision import GroupLoad
+    from pd_cluster.balancing.snapshot import GroupLoad
     from pd_cluster.planning.role_counts import RoleCounts
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.anyio, pytest.mark.timeout(600)]

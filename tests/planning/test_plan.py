@@ -14,8 +14,9 @@ from benchmarks.slo.setting import roles_of
 from pd_cluster.bench.workload import Length, poisson
 from pd_cluster.launch.cli import build_parser, main
 from pd_cluster.planning.coarse import CoarseCluster
-from pd_cluster.planning.coarse_node import CoarseDevice, CoarseNode, CoarseStream
+from pd_cluster.planning.coarse_node import CoarseNode, CoarseStream
 from pd_cluster.planning.delays import MEASURED
+from pd_cluster.planning.device import steps_at_start
 from pd_cluster.planning.plan_report import commands, steps_line, verdict
 from pd_cluster.planning.role_counts import RoleCounts
 from pd_cluster.planning.search import (
@@ -32,6 +33,7 @@ from pd_cluster.planning.search import (
 from pd_cluster.planning.settings import PlannedSetting, RankCounts, fits_hosts, settings_of
 from pd_cluster.planning.simulated_cluster import RoleDevices
 from pd_cluster.planning.step_table import packaged_tables
+from pd_cluster.scheduling.step_model import StepModel
 from pd_cluster.scheduling.targets import Targets
 
 if TYPE_CHECKING:
@@ -109,13 +111,14 @@ def test_the_coarse_model_serves_all_and_less_well_with_more_load(rate: float) -
 
 @pytest.mark.parametrize("beyond", [0, 1000])
 def test_a_coarse_node_with_as_many_streams_as_a_step_has_tokens_is_slow(beyond: int) -> None:
-    node = CoarseNode(CoarseDevice(TABLE.device), Targets(1.0, 0.5, 1.5), prompts_first=False)
+    model = StepModel(steps_at_start(TABLE.device))
+    node = CoarseNode(TABLE.device, model, Targets(1.0, 0.5, 1.5), prompts_first=False)
     for request in range(TABLE.device.step_tokens + beyond):
         node.begin(CoarseStream(request, 100, 10, 0.0))
     node.plan(0.0)
     queue_s, own_s = node.reading_s(1000)
     assert queue_s == 0
-    assert own_s > node.device.model.prefill_s(1000)
+    assert own_s > model.prefill_s(1000)
 
 
 @pytest.mark.parametrize("roles", [RoleCounts(1, 1), RoleCounts(mixed=2)], ids=["1P1D", "2M"])

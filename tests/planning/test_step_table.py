@@ -8,10 +8,11 @@ import pytest
 from benchmarks.slo.device import DEVICES
 from benchmarks.slo.fitted_tables import SOURCES, fitted_table
 from pd_cluster.errors import StartupError
-from pd_cluster.planning.coarse_node import CoarseDevice, CoarseNode, CoarseStream
+from pd_cluster.planning.coarse_node import CoarseNode, CoarseStream
+from pd_cluster.planning.device import steps_at_start
 from pd_cluster.planning.step_table import StepPoint, StepTable, packaged_tables, read_table
 from pd_cluster.planning.table_points import planned_points
-from pd_cluster.scheduling.step_model import StepWork, keys_of
+from pd_cluster.scheduling.step_model import StepModel, StepWork, keys_of
 from pd_cluster.scheduling.targets import Targets
 
 
@@ -61,8 +62,8 @@ def test_a_step_between_points_takes_what_the_points_say() -> None:
 @pytest.mark.parametrize("ms", [3.9, 4.0])
 def test_prompts_beside_which_a_step_is_measured_no_longer_are_read_in_every_step(ms: float) -> None:
     points = [StepPoint(num, 1000, 0, 0, 4.0) for num in (1, 11)] + [StepPoint(0, 0, num, 0, ms) for num in (100, 300)]
-    device = CoarseDevice(_table((*points, StepPoint(0, 0, 300, 1000, ms))).device)
-    node, now_s, num_steps = CoarseNode(device, Targets(tpot_s=0.02, itl_s=0.06), prompts_first=False), 0.0, 0
+    device, targets = _table((*points, StepPoint(0, 0, 300, 1000, ms))).device, Targets(tpot_s=0.02, itl_s=0.06)
+    node, now_s, num_steps = CoarseNode(device, StepModel(steps_at_start(device)), targets, prompts_first=False), 0.0, 0
     node.begin(CoarseStream(0, 100, 1000, now_s))
     node.read(1, 640, now_s)
     read = list[int]()

@@ -60,7 +60,7 @@ class RestartedCluster(SimulatedCluster):
             self.restart(name)
 
     def of(self, name: str) -> list[Node]:
-        first = len(self.prefills)
+        first = len(self.nodes["prefill"])
         return list(self._table.nodes[:first] if name == "P" else self._table.nodes[first:])
 
     def restart(self, name: str) -> None:

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from pd_cluster.scheduling.prefill_budget import LEAST_PROMPT_TOKENS, STEP_MULTIPLE, PrefillBudget
 from pd_cluster.scheduling.sequence import SequenceStatus
-from pd_cluster.scheduling.step_budget import DEBT, PATIENCE, RECOVERY, SPREAD, StepBudget
+from pd_cluster.scheduling.step_budget import DEBT, PATIENCE, StepBudget
 from pd_cluster.scheduling.step_model import StepModel, StepWork
+from pd_cluster.scheduling.streamed_step import RECOVERY, SPREAD
 from pd_cluster.scheduling.targets import AIM, Targets
 from tests.scheduling.simulation import message, prompt
 from tests.scheduling.world import World

@@ -10,7 +10,7 @@ import httpx
 import msgspec
 
 from pd_cluster.balancing.balancer import Balancer
-from pd_cluster.balancing.decision import BalanceTargets
+from pd_cluster.balancing.snapshot import BalanceTargets
 from pd_cluster.launch.node_commands import order_request
 from pd_cluster.launch.on_ray.policy import RoutedNode
 
