@@ -17,8 +17,6 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -160,6 +158,8 @@ def spread(values_s: list[float]) -> Spread | None:
     """Percentiles with linear interpolation; None without values."""
     if not values_s:
         return None
+    import numpy as np  # here: the command line reads OBJECTIVES
+
     values_ms = np.asarray(values_s) * 1e3
     p50, p90, p99 = (float(value) for value in np.percentile(values_ms, PERCENTILES))
     return Spread(len(values_s), float(values_ms.mean()), p50, p90, p99, float(values_ms.max()))

@@ -19,7 +19,7 @@ from pd_cluster.launch.environment import check_texts, open_streams, prepare
 from pd_cluster.launch.flags import add_config_flags, config_from
 from pd_cluster.launch.up_flags import POOL_CONNECTORS, add_up_flags
 from pd_connectors.protocol.errors import HandoffError
-from pd_http.settings import port_number, refuse
+from pd_http.settings import add_flags, port_number, refuse
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -141,9 +141,9 @@ def _up(namespace: argparse.Namespace) -> int:
 
 
 def _add_router(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    from pd_router.cli import add_arguments
+    from pd_router.config import RouterConfig
 
-    add_arguments(_add(commands, "router", "Run the router, the address for clients.", _router))
+    add_flags(_add(commands, "router", "Run the router, the address for clients.", _router), RouterConfig)
 
 
 def _router(namespace: argparse.Namespace) -> int:
@@ -156,10 +156,10 @@ def _router(namespace: argparse.Namespace) -> int:
 
 
 def _add_picker(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    from pd_router.endpoint_picker.cli import add_arguments
+    from pd_router.endpoint_picker.config import PickerConfig
 
     text = "Run the router as an endpoint picker for a gateway (Gateway API's InferencePool)."
-    add_arguments(_add(commands, "epp", text, _picker))
+    add_flags(_add(commands, "epp", text, _picker), PickerConfig)
 
 
 def _picker(namespace: argparse.Namespace) -> int:

@@ -176,6 +176,18 @@ def test_help_and_router_start_without_torch() -> None:
 
 
 @pytest.mark.long
+def test_the_parser_needs_no_module_of_a_command() -> None:
+    """They took 1 s of CPU of each command."""
+    heavy = ("fastapi", "httpx", "numpy", "pd_router.app", "ray", "starlette", "torch", "uvicorn")
+    block = f"import sys; sys.modules.update(dict.fromkeys({heavy})); "
+    done = subprocess.run(
+        [sys.executable, "-c", f"{block}from pd_cluster.launch.cli import build_parser; build_parser()"],
+        capture_output=True, text=True, timeout=READY_DEADLINE_S, cwd=ROOT, env={"PYTHONPATH": SOURCES},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.long
 def test_as_a_program() -> None:
     done = subprocess.run(
         [*CLI, "--version"],

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 import psutil
 
 from tests.cluster import LaunchFailed, base_environment
+from tests.fork_server import CLI_MODULE
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -103,9 +104,9 @@ class Machines:
         self.running.remove(machine)
 
     def ray(self, command: str, *arguments: str, environment: dict[str, str] | None = None) -> Launched:
-        """`pd-cluster ray COMMAND` with the token."""
-        return self._launcher.command(
-            "ray", command, *arguments, environment={**self._environment, **(environment or {})}
+        """`pd-cluster ray COMMAND` with the token. It is forked: it imports Ray itself, and nothing else."""
+        return self._launcher.module(
+            "ray", CLI_MODULE, "ray", command, *arguments, environment={**self._environment, **(environment or {})}
         )
 
     def start(self, name: str, command: list[str]) -> Launched:

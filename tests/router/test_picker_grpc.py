@@ -18,6 +18,7 @@ import grpc
 from google.protobuf.struct_pb2 import Struct
 
 from pd_connectors.protocol.ticket import Offer, verify
+from pd_http.settings import add_flags
 from pd_http.sockets import bound
 from pd_router.app import create_app
 from pd_router.endpoint_picker import cli
@@ -196,7 +197,7 @@ async def test_health_tells_whether_a_node_can_decode() -> None:
 
 def run(*flags: str) -> int:
     parser = argparse.ArgumentParser()
-    cli.add_arguments(parser)
+    add_flags(parser, PickerConfig)
     return cli.run(parser.parse_args(["--start-empty", *flags]))
 
 

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pd_http.errors import StartupError
-from pd_http.settings import add_flags
 from pd_http.sockets import bound
 from pd_router.cli import config_from
 from pd_router.cli import run as run_router
@@ -17,11 +16,6 @@ if TYPE_CHECKING:
     import argparse
 
     from pd_router.config import RouterConfig
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """One flag per field of PickerConfig."""
-    add_flags(parser, PickerConfig)
 
 
 def run(args: argparse.Namespace) -> int:
