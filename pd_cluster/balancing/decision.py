@@ -33,6 +33,7 @@ FEWEST = 20  # requests that have ended of late, below which nothing is predicte
 SETTLE_S = 45.0  # after a change: requests of before it have ended, and the load is that of after it
 OPERATOR_S = 600.0  # after an operator's order
 HORIZON_S = 300.0  # that a change is to pay for itself in
+KEPT_S = HORIZON_S  # in which no node leaves a role that the last change gave
 # Shares of the requests. A gain of 0.05 acts in the third round, one of 0.02 after half a minute
 NOTHING, ENOUGH = 0.01, 0.06
 CONFIRMED = 3
@@ -178,7 +179,7 @@ class _Group:
         """What each change would gain after its cost, the node, its new role, and both in words."""
         counts = self._counts()
         now = _mean(predict(counts))
-        own = [one for one in self._nodes if one.sender == BALANCE and one.order_age_s < HORIZON_S]
+        own = [one for one in self._nodes if one.sender == BALANCE and one.order_age_s < KEPT_S]
         given = min(own, key=lambda one: one.order_age_s).role if own else ""  # by the last change: it is to pay first
         present = [role for role, number in zip(ROLES, counts, strict=True) if number]
         for old, new in permutations(present, 2):

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from pd_cluster.balancing.decision import (
     CONFIRMED,
     HORIZON_S,
+    KEPT_S,
     OPERATOR_S,
     SETTLE_S,
     STALE_S,
@@ -110,11 +111,11 @@ def test_after_the_time_of_an_order_the_balance_acts_again() -> None:
     assert rounds(a_snapshot(nodes))[-1].change is not None
 
 
-@pytest.mark.parametrize("age_s", [SETTLE_S, HORIZON_S - 1, HORIZON_S])
+@pytest.mark.parametrize("age_s", [SETTLE_S, KEPT_S - 1, KEPT_S])
 def test_a_change_is_to_pay_before_it_is_taken_back(age_s: float) -> None:
     nodes = nodes_of(1, 3)
     nodes[1] = replace(nodes[1], sender="balance", order_age_s=age_s)
-    assert (rounds(a_snapshot(nodes))[-1].change is None) == (age_s < HORIZON_S)
+    assert (rounds(a_snapshot(nodes))[-1].change is None) == (age_s < KEPT_S)
 
 
 def test_what_a_change_costs_is_weighed() -> None:

@@ -66,6 +66,7 @@ def by_lengths(load: GroupLoad, roles: RoleCounts) -> Forecast:
 
 async def test_roles_follow_a_load_that_turns(members: list[Member], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decision, "SETTLE_S", 1.0)
+    monkeypatch.setattr(decision, "KEPT_S", 1.0)
     told = {name: [[one] for one in await learn(members[2].url, bodies)] for name, bodies in
             (("prompts", PROMPTS), ("answers", ANSWERS))}  # fmt: skip
     settings: dict[str, Any] = {"key": KEY, "health_interval_s": 0.2, "health_timeout_s": HANG_S}
