@@ -9,7 +9,7 @@ take each other's place. A change must gain more than it costs:
 
 What it gains beyond that and NOTHING is added up, round by round, as the load of a minute is noisy: ENOUGH of it, in
 CONFIRMED rounds in a row, decides. After a change nothing is done until the load has shown what it did; after an
-operator's longer. No node leaves a role that the last change gave before that has paid. All of that is read from what
+operator's longer. No node leaves a role that a change has given before that has paid. All of that is read from what
 nodes tell, so a balance that restarts goes on.
 """
 
@@ -33,7 +33,7 @@ FEWEST = 20  # requests that have ended of late, below which nothing is predicte
 SETTLE_S = 45.0  # after a change: requests of before it have ended, and the load is that of after it
 OPERATOR_S = 600.0  # after an operator's order
 HORIZON_S = 300.0  # that a change is to pay for itself in
-KEPT_S = HORIZON_S  # in which no node leaves a role that the last change gave
+KEPT_S = HORIZON_S  # in which no node leaves a role that a change has given
 # Shares of the requests. A gain of 0.05 acts in the third round, one of 0.02 after half a minute
 NOTHING, ENOUGH = 0.01, 0.06
 CONFIRMED = 3
@@ -180,11 +180,11 @@ class _Group:
         counts = self._counts()
         now = _mean(predict(counts))
         own = [one for one in self._nodes if one.sender == BALANCE and one.order_age_s < KEPT_S]
-        given = min(own, key=lambda one: one.order_age_s).role if own else ""  # by the last change: it is to pay first
+        given = {one.role for one in own}  # they are to pay first
         present = [role for role, number in zip(ROLES, counts, strict=True) if number]
         for old, new in permutations(present, 2):
             like = [one for one in self._nodes if one.role == old and one.is_usable and self._has_like(one, new)]
-            if counts[ROLES.index(old)] < 2 or not like or old == given:  # the last one stays
+            if counts[ROLES.index(old)] < 2 or not like or old in given:  # the last one stays
                 continue
             node = min(like, key=lambda one: (one.num_streams, one.queued_tokens, one.cached_tokens, one.name))
             gain, cost = _mean(predict(_moved(counts, old, new))) - now, self._cost(node, new)

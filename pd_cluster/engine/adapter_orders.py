@@ -20,14 +20,15 @@ if TYPE_CHECKING:
     from pd_cluster.worker.executor import Executor
 
 logger = logging.getLogger("pd_cluster.engine")
-MAX_PLACES = 16  # from which equal files may be read again
+MAX_PLACES = 4  # from which equal files may be read again, one after another: each may take its whole deadline
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterReading:
     """One that is under way on threads of the ranks."""
 
-    paths: tuple[str, ...]  # the one that is read, after those where it could not be read
+    path: str
+    tried: dict[str, str]  # paths from which it could not be read, and why
     begun_s: float
     told: list[tuple[str, int]] = field(default_factory=list)  # errors and bytes, of the ranks that have ended
 
@@ -104,9 +105,10 @@ class AdapterOrders:
         if wanted and not self._reading and self._num_held() - self._num_held(places.droppable) <= self._room(wanted):
             self._read(wanted)
 
-    def _read(self, digest: str, tried: tuple[str, ...] = ()) -> None:
+    def _read(self, digest: str, tried: dict[str, str] | None = None) -> None:
+        tried = tried or {}
         path = next(order.path for order in self._orders[digest] if order.path not in tried)
-        self._reading[digest] = AdapterReading((*tried, path), self._clock())
+        self._reading[digest] = AdapterReading(path, tried, self._clock())
         self._executor.read_adapter(digest, path, self._note_told)
 
     def _note_told(self, digest: str, error: str, num_bytes: int) -> None:
@@ -141,14 +143,15 @@ class AdapterOrders:
             self._answer(order)
 
     def _give_up(self, order: LoadAdapter, error: str, read: AdapterReading) -> None:
-        if any(one.path not in read.paths for one in self._orders[order.digest]):  # of a newer order, or an older one
-            self._read(order.digest, read.paths)
+        tried = {**read.tried, read.path: error}
+        if any(one.path not in tried for one in self._orders[order.digest]):  # of a newer order, or an older one
+            self._read(order.digest, tried)
         elif order.digest in self._places.in_host:
-            logger.warning("an adapter cannot be read again: %s", error)
+            logger.warning("an adapter cannot be read again: %s", tried[order.path])
             self._fail(order.digest, AdapterAbsent("this node could not read the adapter's files again"))
         else:
             del self._orders[order.digest]
-            self._answer(order, error)
+            self._answer(order, tried[order.path])
 
     def _answer(self, order: LoadAdapter, error: str = "") -> None:
         self._mailbox.send(AdapterLoaded(order.digest, error, order.number))

@@ -26,6 +26,8 @@ from tests.balancing.snapshots import TARGETS, a_node, a_snapshot, by_prefills, 
 
 if TYPE_CHECKING:
     from pd_cluster.balancing.decision import Memory
+    from pd_cluster.balancing.snapshot import GroupLoad
+    from pd_cluster.planning.role_counts import RoleCounts
 
 MORE = by_prefills({1: 0.5, 2: 0.7, 3: 0.9})  # each prefill node more gains 0.2
 
@@ -116,6 +118,22 @@ def test_a_change_is_to_pay_before_it_is_taken_back(age_s: float) -> None:
     nodes = nodes_of(1, 3)
     nodes[1] = replace(nodes[1], sender="balance", order_age_s=age_s)
     assert (rounds(a_snapshot(nodes))[-1].change is None) == (age_s < KEPT_S)
+
+
+def test_no_role_that_a_change_has_given_of_late_is_left() -> None:
+    """M became D, then P became M: what is best now is M in place of D again, the first change taken back."""
+    nodes = nodes_of(1, 2, 2)
+    nodes[1] = replace(nodes[1], sender="balance", order_age_s=2 * SETTLE_S)
+    nodes[3] = replace(nodes[3], sender="balance", order_age_s=SETTLE_S)
+
+    def more_mixed(load: GroupLoad, roles: RoleCounts) -> Forecast:
+        return Forecast(*[0.2 * roles.mixed] * 3)
+
+    assert rounds(a_snapshot(nodes), forecast=more_mixed)[-1].change is None
+    nodes[1] = replace(nodes[1], order_age_s=KEPT_S)
+    change = rounds(a_snapshot(nodes), forecast=more_mixed)[-1].change
+    assert change is not None
+    assert change.role == "mixed"
 
 
 def test_what_a_change_costs_is_weighed() -> None:

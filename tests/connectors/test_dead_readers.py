@@ -18,6 +18,7 @@ import psutil
 import pytest
 import torch
 
+from pd_connectors.nixl import resets
 from pd_connectors.nixl.agent import NixlAgent, Region, Remote
 from pd_connectors.nixl.machine import local_network
 from pd_connectors.nixl.resets import drop_resets
@@ -42,27 +43,28 @@ def make_agent(name: str, value: int) -> tuple[NixlAgent, torch.Tensor]:
     return NixlAgent(name, [memory], local_network("127.0.0.1", None)), memory
 
 
-def own(pipe: Connection) -> None:
+def own(pipe: Connection, silent_s: int = resets.SILENT_S) -> None:
     """Be read, and connect to each reader that is told: it reads over this connection then."""
+    resets.SILENT_S = silent_s
     agent, _ = make_agent("owner", 7)
     pipe.send((agent.metadata(), agent.regions))
     with suppress(EOFError):
         while True:
-            metadata, regions, ports = pipe.recv()
+            metadata, regions, listeners = pipe.recv()
             connect(agent, metadata, regions)
-            drop_resets(ports)
+            drop_resets(listeners)
             pipe.send("connected")
 
 
-def read(pipe: Connection, name: str, metadata: bytes, regions: tuple[Region, ...]) -> None:
-    """Connect, then read all blocks once when asked to, and tell whether they are right."""
+def read(pipe: Connection, name: str, metadata: bytes, regions: tuple[Region, ...], times: int = 1) -> None:
+    """Connect, then read all blocks so many times when asked to, and tell whether they are right."""
     agent, memory = make_agent(name, 0)
-    pipe.send((agent.metadata(), agent.regions, agent.ports))
+    pipe.send((agent.metadata(), agent.regions, agent.listeners))
     pipe.recv()
     remote = connect(agent, metadata, regions)
     pipe.send("connected")
     pipe.recv()
-    handles = post_all(agent, remote)
+    handles = [handle for _ in range(times) for handle in post_all(agent, remote)]
     pipe.send("asked")
     for handle in handles:
         wait_done(agent, handle)
@@ -104,12 +106,13 @@ def told(pipe: Connection) -> Any:
     return pipe.recv()
 
 
-def unread_bytes(owner: psutil.Process) -> int:
-    """On the TCP connections of a process, as the kernel tells them."""
+def queued_bytes(owner: psutil.Process) -> tuple[int, int]:
+    """On the TCP connections of a process, as the kernel tells them: not acknowledged, and not read."""
     ports = {connection.laddr.port for connection in owner.net_connections("tcp")}
     lines = [line.split() for line in Path("/proc/net/tcp").read_text(encoding="utf-8").splitlines()[1:]]
     mine = [fields for fields in lines if int(fields[1].partition(":")[2], 16) in ports and fields[3] != "0A"]
-    return sum(int(fields[4].partition(":")[2], 16) for fields in mine)
+    sent, unread = (sum(int(fields[4].split(":")[at], 16) for fields in mine) for at in (0, 1))
+    return sent, unread
 
 
 @pytest.mark.parametrize("owner_connects", [False, True])
@@ -132,13 +135,42 @@ def test_a_reader_that_is_killed_does_not_end_the_owner(monkeypatch: pytest.Monk
                 assert told(asked) == "asked"
                 os.kill(reader.pid or 0, signal.SIGKILL)
                 reader.join(HANG_S)
-            assert unread_bytes(owner) > 0, "it has no question left to answer"
+            assert queued_bytes(owner)[1] > 0, "it has no question left to answer"
             owner.resume()
-        with running(read, "reader", *there) as (_, asked):
+        check_serves(process, there)
+
+
+@pytest.mark.slow
+def test_a_reader_that_stands_still_for_too_long_does_not_end_the_owner(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its buffers are full, so the kernel ends the owner's connection."""
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    with running(own, 1) as (process, pipe):
+        there, owner = told(pipe), psutil.Process(process.pid)
+        with running(read, "reader-0", *there, 8) as (reader, asked):  # 64 MB are more than buffers take
             told(asked)
             asked.send("connect")
-            assert told(asked) == "connected", process.exitcode
+            assert told(asked) == "connected"
+            owner.suspend()
+            wait_until(lambda: owner.status() == psutil.STATUS_STOPPED)
             asked.send("read")
             assert told(asked) == "asked"
-            assert told(asked) is True
-        assert process.is_alive()
+            stopped = psutil.Process(reader.pid)
+            stopped.suspend()
+            wait_until(lambda: stopped.status() == psutil.STATUS_STOPPED)
+            owner.resume()
+            wait_until(lambda: queued_bytes(owner)[0] > 0)
+            wait_until(lambda: queued_bytes(owner)[0] == 0, lambda: queued_bytes(owner))
+            check_serves(process, there)
+            stopped.resume()
+
+
+def check_serves(owner: BaseProcess, there: tuple[bytes, tuple[Region, ...]]) -> None:
+    """A new reader gets the right bytes."""
+    with running(read, "reader", *there) as (_, asked):
+        told(asked)
+        asked.send("connect")
+        assert told(asked) == "connected", owner.exitcode
+        asked.send("read")
+        assert told(asked) == "asked"
+        assert told(asked) is True
+    assert owner.is_alive()

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from pd_connectors.nixl import machine
 from pd_connectors.nixl.machine import check_free_port, listening_sockets, local_network, read_machine, resolve
 from pd_connectors.nixl.network import Interface, KvNetwork, Machine, RdmaPort, choose_network
 from pd_connectors.protocol.errors import ConnectorUnavailable
@@ -134,6 +135,12 @@ def test_own_listeners_are_found(host: str, address: str) -> None:
         assert (address, server.getsockname()[1]) in listening_sockets()
         port = server.getsockname()[1]
     assert (address, port) not in listening_sockets()
+
+
+def test_own_listeners_are_found_where_ipv6_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "_TABLES", ("tcp", "absent"))
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        assert server.getsockname() in listening_sockets()
 
 
 def test_a_range_without_a_free_port_is_said_before_ucx_tries_for_ever() -> None:

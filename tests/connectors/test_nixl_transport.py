@@ -79,7 +79,7 @@ class Bench:
 
     def connect(self, key: PeerKey = PEER) -> None:
         region = Region(base=0, num_blocks=NUM_BLOCKS, block_bytes=SIZE, stride=SIZE, segment="DRAM", device=0)
-        there = {"agent": "peer", "metadata": b"peer", "regions": (region,), "ports": (45001,)}
+        there = {"agent": "peer", "metadata": b"peer", "regions": (region,), "listeners": (("192.0.2.1", 45001),)}
         self.transport.connect(key, msgspec.msgpack.encode(there))
 
     def connected(self, key: PeerKey = PEER) -> None:
@@ -220,13 +220,14 @@ def test_resets_of_a_peer_are_dropped_until_it_is_given_up_within_a_read(
     """It may read over the same connection; and a read of a peer that is gone must end."""
     calls: list[tuple[str, object]] = []
     for name in ("drop_resets", "hear_resets"):
-        monkeypatch.setattr(transfer, name, lambda ports, name=name: calls.append((name, ports)))
+        monkeypatch.setattr(transfer, name, lambda places, name=name: calls.append((name, places)))
     bench.connected()
     bench.read()
-    assert calls == [("drop_resets", (45001,))]
+    listeners = (("192.0.2.1", 45001),)
+    assert calls == [("drop_resets", listeners)]
     bench.transport.disconnect(PEER)
     bench.settle()
-    assert calls[1:] == [("hear_resets", (45001,))]
+    assert calls[1:] == [("hear_resets", listeners)]
 
 
 def inboxes() -> dict[str, queue.Queue[Any]]:

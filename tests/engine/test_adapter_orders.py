@@ -398,6 +398,16 @@ def test_an_order_is_not_refused_for_the_files_of_the_one_before(
     assert bench.answered().ids[("r1-3", 0)] == adapted.expected[1][("r0-3", 0)]
 
 
+def test_an_order_that_fails_says_what_is_wrong_with_its_own_files(adapted: Adapted, tmp_path: Path) -> None:
+    """Not with those of the order before, which are tried, too."""
+    bench, first = adapted.bench(), adapted.adapters[0]
+    for name in ("old", "new"):
+        bench.send(LoadAdapter(first.digest, str(tmp_path / name)))
+    (told,) = bench.until(1)
+    assert isinstance(told, AdapterLoaded)
+    assert str(tmp_path / "new") in told.error
+
+
 def test_without_slots_adapters_are_refused(adapted: Adapted) -> None:
     bench, first = adapted.bench(lora=LoraConfig()), adapted.adapters[0]
     bench.send(LoadAdapter(first.digest, str(first.path)))

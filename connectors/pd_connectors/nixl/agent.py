@@ -113,8 +113,8 @@ class NixlAgent:
             before = set(listening_sockets())
             with _environment(network.settings):
                 self._backends = [self._agent.createBackend("UCX", {})]
-            self.ports = tuple(port for _, port in set(listening_sockets()) - before)  # UCX's
-            drop_resets(self.ports)
+            self.listeners = tuple(set(listening_sockets()) - before)  # UCX's
+            drop_resets(self.listeners)
             for base, num_bytes in {(s.data_ptr(), s.nbytes()) for s in (each.untyped_storage() for each in tensors)}:
                 self._register(self.regions[0].segment, base, num_bytes, self.regions[0].device)
             self._register("DRAM", self._scratch_base, WARM_UP_BYTES, 0)

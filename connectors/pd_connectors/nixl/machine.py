@@ -24,6 +24,7 @@ _IFA_ADDRESS, _IFA_LOCAL = 1, 2
 _HEADER = struct.Struct("=IHHII")  # length, type, flags, sequence, port
 _ADDRESS = struct.Struct("=BBBBI")  # family, prefix length, flags, scope, interface index
 _ATTRIBUTE = struct.Struct("=HH")  # length, type
+_TABLES = ("tcp", "tcp6")  # the second is absent where IPv6 is off
 _LISTEN = "0A"  # TCP_LISTEN, as /proc/net/tcp writes it
 
 
@@ -75,9 +76,8 @@ def listening_sockets() -> list[tuple[str, int]]:
     """Address and port of every TCP socket on which this process listens."""
     own = set(_socket_inodes())
     found = []
-    for table in ("tcp", "tcp6"):
-        lines = Path(f"/proc/self/net/{table}").read_text(encoding="utf-8").splitlines()[1:]
-        for fields in map(str.split, lines):
+    for table in filter(Path.exists, map(Path("/proc/self/net").joinpath, _TABLES)):
+        for fields in map(str.split, table.read_text(encoding="utf-8").splitlines()[1:]):
             if fields[3] == _LISTEN and fields[9] in own:
                 address, _, port = fields[1].partition(":")
                 found.append((_from_hex(address), int(port, 16)))

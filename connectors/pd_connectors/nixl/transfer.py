@@ -6,7 +6,7 @@ Only a terminal handle ends a read. Removing the remote agent, or releasing the 
 TCP, and the peer stopped (SIGSTOP) in the middle of a read, both return at once, NIXL forgets the handle, and when the
 peer goes on its bytes still land in our blocks (NIXL 1.5.1, measured: 496 of 512 blocks). So `disconnect` only retires
 an endpoint; it is removed when its last read is terminal. Reads of a stopped peer stay in flight until it goes on or
-dies. Over shared memory a stopped peer does not hold a read up at all.
+dies, over TCP until its buffers were full for `resets.SILENT_S`. Over shared memory it does not hold a read up at all.
 
 Nor is every error terminal (nixl/agent.py, MayStillLand). Such a read stays *doubtful*, its handle kept, until a fence
 (a small read over the same endpoint, posted later) is done, or the endpoint has failed.
@@ -26,7 +26,7 @@ import msgspec
 
 from pd_connectors.nixl.agent import EndpointFailed, MayStillLand, NixlAgent, NixlError, Region, Remote
 from pd_connectors.nixl.gpu_memory import open_driver, refuse_mapped
-from pd_connectors.nixl.resets import drop_resets, hear_resets
+from pd_connectors.nixl.resets import Place, drop_resets, hear_resets
 from pd_connectors.protocol.errors import ConnectorUnavailable
 from pd_connectors.protocol.layout import BlockLayout
 from pd_connectors.protocol.slices import slices_between
@@ -53,7 +53,7 @@ class _Description(msgspec.Struct, frozen=True):
     agent: str
     metadata: bytes
     regions: tuple[Region, ...]  # one a group
-    ports: tuple[int, ...] = ()  # where UCX listens; an older node does not say
+    listeners: tuple[Place, ...] = ()  # where UCX listens; an older node does not say
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ class _Fence:
 class _Peer:
     key: PeerKey
     remote: Remote
-    ports: tuple[int, ...]
+    listeners: tuple[Place, ...]
     warm_up: int | None = None  # NIXL's handle until the endpoint is ready
     reads: dict[ReadId, _Read] = field(default_factory=dict)  # a handle is never released before it is terminal
     doubtful: dict[ReadId, _Doubt] = field(default_factory=dict)  # failed, and yet they may land
@@ -171,7 +171,7 @@ class NixlTransport(Transport):
         try:
             self._layout = cache.layout
             agent = NixlAgent(self._agent_name, cache.tensors, self._network)
-            description = _Description(agent.name, agent.metadata(), agent.regions, agent.ports)
+            description = _Description(agent.name, agent.metadata(), agent.regions, agent.listeners)
             self._description = msgspec.msgpack.encode(description)
         except Exception as error:
             self._start_error = error
@@ -210,7 +210,7 @@ class NixlTransport(Transport):
             if theirs != expected:  # a slice could reach beyond the region
                 raise NixlError(f"its blocks have {theirs} bytes, not {expected}")
             slices = slices_between(key.rank, key.num_ranks, self._layout, self._rank, key.num_groups)
-            peer = _Peer(key, agent.connect(there.metadata, there.regions, slices), there.ports)
+            peer = _Peer(key, agent.connect(there.metadata, there.regions, slices), there.listeners)
         except (NixlError, msgspec.MsgspecError) as error:
             self._tell(ConnectFailed(key, str(error)))
             return
@@ -242,7 +242,7 @@ class NixlTransport(Transport):
         peer = self._peers.pop(key, None)
         if peer is not None and peer.is_busy:
             self._retired.append(peer)
-            hear_resets(peer.ports)
+            hear_resets(peer.listeners)
         elif peer is not None:
             self._remove(agent, peer)
 
@@ -279,7 +279,7 @@ class NixlTransport(Transport):
             if isinstance(completion, ConnectFailed):
                 self._disconnect(agent, peer.key)
             else:
-                drop_resets(peer.ports)  # over this connection the peer may read, too
+                drop_resets(peer.listeners)  # over this connection the peer may read, too
             self._tell(completion)
 
     def _check_reads(self, agent: NixlAgent, peer: _Peer) -> None:
