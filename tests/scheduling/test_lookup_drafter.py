@@ -25,6 +25,7 @@ from pd_cluster.scheduling.lifecycle import Update
 from pd_cluster.scheduling.step_budget import StepBudget
 from pd_cluster.scheduling.step_model import StepModel
 from pd_cluster.scheduling.targets import AIM, Targets
+from tests.deadlines import HANG_S
 from tests.drafters import LaterPool, lookup_drafter
 from tests.scheduling.simulation import EOS, message, prompt
 from tests.scheduling.world import World
@@ -171,6 +172,7 @@ def test_a_refused_thread_is_said_once_and_nothing_drafts(caplog: pytest.LogCapt
 def test_an_index_that_fails_is_logged_and_one_on_a_thread_is_right(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    before = set(threading.enumerate())  # other tests' objects, and so their threads, may not be collected yet
     indexes = Indexes()
     text, failing = (IndexedText(REPEATED, len(REPEATED), 1) for _ in range(2))
     indexes.index_of(text)
@@ -188,10 +190,9 @@ def test_an_index_that_fails_is_logged_and_one_on_a_thread_is_right(
         indexes.release(one)
     assert indexes.num_bytes == 0
     del indexes
-    for thread in threading.enumerate():
-        if thread.name.startswith("draft-index"):
-            thread.join(60)
-            assert not thread.is_alive(), "it ends with what it works for"
+    for thread in set(threading.enumerate()) - before:
+        thread.join(HANG_S)
+        assert not thread.is_alive(), "it ends with what it works for"
 
 
 def drafting_of(world: World) -> Drafting:
