@@ -25,6 +25,7 @@ class Rule(StrEnum):
     DEADLINE = "deadline"
     SLEEP = "sleep"
     UNSETTLED = "unsettled"
+    SHARED = "shared"
 
 
 @dataclass(frozen=True, order=True)

@@ -1,4 +1,4 @@
-"""The four rules over a file."""
+"""The five rules over a file."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from tests.races.code import Code, Finding, Rule
 from tests.races.deadlines import short_deadlines
 from tests.races.elapsed import elapsed
+from tests.races.shared import shared
 from tests.races.sleeps import sleeps
 from tests.races.times import Spans
 from tests.races.unsettled import unsettled
@@ -22,6 +23,7 @@ RULES = {
     Rule.DEADLINE: short_deadlines,
     Rule.SLEEP: sleeps,
     Rule.UNSETTLED: unsettled,
+    Rule.SHARED: shared,
 }
 
 
