@@ -35,7 +35,6 @@ pytest.importorskip("nixl_cu13")
 pytestmark = pytest.mark.integration
 
 NUM_BLOCKS, BLOCK_BYTES = 32, 1 << 18  # an answer is many sends
-KILLS = 1  # without the filter the owner dies at the first
 
 
 def make_agent(name: str, value: int) -> tuple[NixlAgent, torch.Tensor]:
@@ -121,22 +120,16 @@ def test_a_reader_that_is_killed_does_not_end_the_owner(monkeypatch: pytest.Monk
     with running(own) as (process, pipe):
         there = told(pipe)
         owner = psutil.Process(process.pid)
-        for number in range(KILLS):
-            with running(read, f"reader-{number}", *there) as (reader, asked):
-                here = told(asked)
-                if owner_connects:
-                    pipe.send(here)
-                    assert told(pipe) == "connected"
-                asked.send("connect")
-                assert told(asked) == "connected"
-                owner.suspend()
-                wait_until(lambda: owner.status() == psutil.STATUS_STOPPED)
-                asked.send("read")
-                assert told(asked) == "asked"
-                os.kill(reader.pid or 0, signal.SIGKILL)
-                reader.join(HANG_S)
-            assert queued_bytes(owner)[1] > 0, "it has no question left to answer"
-            owner.resume()
+        with running(read, "reader-0", *there) as (reader, asked):
+            here = told(asked)
+            if owner_connects:
+                pipe.send(here)
+                assert told(pipe) == "connected"
+            ask_stopped(owner, asked)
+            os.kill(reader.pid or 0, signal.SIGKILL)
+            reader.join(HANG_S)
+        assert queued_bytes(owner)[1] > 0, "it has no question left to answer"
+        owner.resume()
         check_serves(process, there)
 
 
@@ -148,20 +141,28 @@ def test_a_reader_that_stands_still_for_too_long_does_not_end_the_owner(monkeypa
         there, owner = told(pipe), psutil.Process(process.pid)
         with running(read, "reader-0", *there, 8) as (reader, asked):  # 64 MB are more than buffers take
             told(asked)
-            asked.send("connect")
-            assert told(asked) == "connected"
-            owner.suspend()
-            wait_until(lambda: owner.status() == psutil.STATUS_STOPPED)
-            asked.send("read")
-            assert told(asked) == "asked"
+            ask_stopped(owner, asked)
             stopped = psutil.Process(reader.pid)
-            stopped.suspend()
-            wait_until(lambda: stopped.status() == psutil.STATUS_STOPPED)
+            stop(stopped)
             owner.resume()
             wait_until(lambda: queued_bytes(owner)[0] > 0)
             wait_until(lambda: queued_bytes(owner)[0] == 0, lambda: queued_bytes(owner))
             check_serves(process, there)
             stopped.resume()
+
+
+def ask_stopped(owner: psutil.Process, asked: Connection) -> None:
+    """A reader connects, the owner is stopped, and the reader asks."""
+    asked.send("connect")
+    assert told(asked) == "connected"
+    stop(owner)
+    asked.send("read")
+    assert told(asked) == "asked"
+
+
+def stop(process: psutil.Process) -> None:
+    process.suspend()
+    wait_until(lambda: process.status() == psutil.STATUS_STOPPED)
 
 
 def check_serves(owner: BaseProcess, there: tuple[bytes, tuple[Region, ...]]) -> None:

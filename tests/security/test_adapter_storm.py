@@ -112,17 +112,20 @@ async def test_no_answer_is_of_another_adapter(capsys: pytest.CaptureFixture[str
 
         await until(agree, "every node lists the same adapters", HANG_S, lambda: str(listed))
         with capsys.disabled():
-            faults = sum(not event.is_router for event in load.events), sum(event.is_router for event in load.events)
-            told = {
-                **load.told, "ended": storm.ended, "faults of nodes, routers": faults, "leaked": leaked,
-                "wrong": load.wrong[:20],
-            }  # fmt: skip
-            sys.stdout.write(f"\n{json.dumps(told)}\n")
+            sys.stdout.write(f"\n{json.dumps(figures(load, storm, leaked))}\n")
         await use_all_names(nodes, prompts[0])
         await asyncio.gather(*(asyncio.to_thread(node.end) for node in nodes))
     assert load.wrong == []
     assert storm.ended == []
     assert leaked == {}
+
+
+def figures(load: AdapterLoad, storm: Storm, leaked: dict[str, Any]) -> dict[str, Any]:
+    faults = sum(not event.is_router for event in load.events), sum(event.is_router for event in load.events)
+    return {
+        **load.told, "ended": storm.ended, "faults of nodes, routers": faults, "leaked": leaked,
+        "wrong": load.wrong[:20],
+    }  # fmt: skip
 
 
 async def use_all_names(nodes: list[StormNode], prompt: list[int]) -> None:
