@@ -40,8 +40,9 @@ RANKS: list[Any] = [  # of five adapters: by module, and which modules they have
 ]  # fmt: skip
 
 
-# Of these families transformers' own logits in float32 are further than 1e-5 of the deviation from those of float64
-EXACT = dict.fromkeys(("deepseek-v2", "moonlight", "gpt-oss", "gpt-oss-mxfp4", "qwen3-next", "qwen3.5"), 6e-5)
+# Beside float64, with three sets of instructions: up to 1.2e-5 of the deviation (its experts have large scores), 8e-6,
+# 1.1e-5 and 2.7e-5; all others 6e-6
+EXACT = {"deepseek-v2": 2e-5, "gpt-oss": 2e-5, "gpt-oss-mxfp4": 2e-5, **dict.fromkeys(STATE_MODELS, 6e-5)}
 
 
 def adapters_of(executor: Any, root: Path) -> list[MadeAdapter]:
@@ -97,7 +98,7 @@ def test_mixed_batches(models: ModelStore, tmp_path: Path, name: str) -> None:
     worker = ScheduledWorker(executor, budget=23, num_slots=3)
     adapters = adapters_of(executor, tmp_path)
     asked = run_mixed(worker, adapters)
-    errors, others = errors_by_adapter(worker, asked, saved.model, adapters)
+    errors, others = errors_by_adapter(worker, asked, saved.exact, adapters)
     assert max(errors.values()) < EXACT.get(name, 1e-5)
     assert min(others.values()) > 0.03, "an adapter that is left out would not be seen"
     executor.close()
@@ -149,7 +150,7 @@ def test_replayed_steps(models: ModelStore, tmp_path: Path, monkeypatch: pytest.
     asked = run_mixed(worker, adapters)
     worker.add("alone", [5, 6, 7], max_tokens=4)
     worker.run()
-    errors, _ = errors_by_adapter(worker, asked | {"alone": ""}, saved.model, adapters)
+    errors, _ = errors_by_adapter(worker, asked | {"alone": ""}, saved.exact, adapters)
     assert max(errors.values()) < 1e-5
     assert {(size.has_adapters, size.num_chunks > 0) for size in replayed} >= {(True, True), (True, False)}
     assert [size.has_adapters for size in replayed[-4:]] == [False] * 4

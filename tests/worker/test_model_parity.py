@@ -21,8 +21,9 @@ LENGTHS = (1, 15, 16, 17, 70, 40)
 MIXTURES = ["qwen3-experts", "qwen2-shared-expert", "mixtral", "glm4-experts", "glm4-air", "minimax-m2"]
 GPT_OSS = ["gpt-oss", "gpt-oss-mxfp4"]
 LATENT = ["deepseek-v3", "moonlight", "glm4-lite", "mistral4"]
-# More than 1e-5 of the deviation: the experts are larger, and transformers' own logits are 1.8e-5 from those of float64
-EXACT = {"gpt-oss-mxfp4": 2e-5}
+# Of the deviation, beside float64: the experts are larger. Ours reach 1.3e-5 with one of three sets of instructions,
+# transformers' own in float32 8e-6 and 1.6e-5
+EXACT = {"gpt-oss": 2e-5, "gpt-oss-mxfp4": 2e-5}
 PREFIX = ["llama", "mistral-window", "qwen2-some-windows", "glm4-experts"]
 MORE_PREFIX = ["qwen2-shared-expert", "minimax-m2", "gemma3", "gpt-oss-mxfp4"]
 
@@ -70,7 +71,7 @@ def test_logprobs_equal_transformers(models: ModelStore, name: str, budget: int)
 def test_logits_of_mixtures_equal_transformers(
     models: ModelStore, monkeypatch: pytest.MonkeyPatch, name: str, budget: int
 ) -> None:
-    """In float32 the greatest difference is 1e-5 of the logits' deviation; see EXACT. Odd chunks, or whole prompts."""
+    """At most 1e-5 of the logits' deviation from float64; see EXACT. Odd chunks, or whole prompts."""
     saved, found = models.get(name), list[torch.Tensor]()
     driver = Driver(make_executor(saved.directory), budget)
     runner = driver.executor._runner
@@ -85,7 +86,7 @@ def test_logits_of_mixtures_equal_transformers(
     driver.run()
     logits = torch.cat(found)
     with torch.inference_mode():
-        expected = saved.model(torch.tensor([generation.all_ids[:-1]])).logits[0, 74:]
+        expected = saved.exact(torch.tensor([generation.all_ids[:-1]])).logits[0, 74:]
     assert logits.shape == expected.shape == (NUM_TOKENS, VOCAB_SIZE)
     assert (logits - expected).abs().max() <= EXACT.get(name, 1e-5) * expected.std()
 
@@ -104,7 +105,7 @@ def test_logits_after_a_cached_prefix_equal_transformers(models: ModelStore, nam
     driver.run()
     for generation, rows in ((first, [one[0] for one in found if len(one)]), (second, [one[1] for one in found[:12]])):
         with torch.inference_mode():
-            expected = saved.model(torch.tensor([generation.all_ids[:-1]])).logits[0, -len(rows) :]
+            expected = saved.exact(torch.tensor([generation.all_ids[:-1]])).logits[0, -len(rows) :]
         assert (torch.stack(rows) - expected).abs().max() <= EXACT.get(name, 1e-5) * expected.std()
 
 

@@ -306,8 +306,13 @@ def test_ranks_go_and_come_back_and_draw_the_same(tmp_path: Path, monkeypatch: p
             own = resident_bytes()
         return own, *others
 
-    given: list[int] = []  # bytes that are left on rank 0 when it gives free memory to its device
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: given.append(resident_bytes()))
+    left_bytes: list[int] = []  # what rank 0 is to hold when it gives free memory to its device
+
+    def wait_for_free() -> None:
+        if left_bytes:
+            wait_equal(resident_bytes, left_bytes.pop())
+
+    monkeypatch.setattr(torch.cuda, "empty_cache", wait_for_free)
 
     described = DeviceDescribed.over(ranks, lambda _: None)
     described_bytes = resident()
@@ -322,15 +327,17 @@ def test_ranks_go_and_come_back_and_draw_the_same(tmp_path: Path, monkeypatch: p
 
     expected = draw()
     for unloads in (False, True):
+        left_bytes.append(loaded_bytes[0])
         left, loaded = executor, executor.sleep()
+        assert left_bytes == []
         wait_equal(resident, loaded_bytes)
-        assert given[-1] == loaded_bytes[0]
         with pytest.raises(StateLeft):
             left.launch(Batch(0))
         if unloads:
+            left_bytes.append(described_bytes[0])
             again = loaded.unload()
+            assert left_bytes == []
             wait_equal(resident, described_bytes)
-            assert given[-1] == described_bytes[0]
             loaded = again.load()
         loaded = allocate(loaded, 7).free()
         wait_equal(resident, loaded_bytes)
