@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pd_connectors.mooncake import MooncakeClient
-from pd_connectors.mooncake_master import free_port, start_master
+from pd_connectors.mooncake_master import start_master
 from pd_connectors.protocol.errors import ConnectorUnavailable
 from tests.deadlines import HANG_S
+from tests.ports import free_port
 
 if TYPE_CHECKING:
     import subprocess
@@ -33,7 +34,7 @@ class MooncakeMaster:
     """Runs from construction on. Use it in a `with` statement."""
 
     def __init__(self) -> None:
-        self.port = free_port("127.0.0.1")
+        self.port = free_port()
         self._process: subprocess.Popen[bytes] | None = None
         self.start()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import socket
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
@@ -71,10 +70,3 @@ class StoreServer:
 
 def _serve(pipe: Connection, port: int, max_bytes: int) -> None:
     serve("127.0.0.1", port, max_bytes, lambda host, port: pipe.send(port))
-
-
-def closed_port() -> int:
-    """A port without a listener."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port: int = listener.getsockname()[1]
-        return port

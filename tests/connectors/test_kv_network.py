@@ -12,6 +12,7 @@ from pd_connectors.nixl import machine
 from pd_connectors.nixl.machine import check_free_port, listening_sockets, local_network, read_machine, resolve
 from pd_connectors.nixl.network import Interface, KvNetwork, Machine, RdmaPort, choose_network
 from pd_connectors.protocol.errors import ConnectorUnavailable
+from tests.ports import free_port
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -144,8 +145,7 @@ def test_own_listeners_are_found_where_ipv6_is_off(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_range_without_a_free_port_is_said_before_ucx_tries_for_ever() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
+    with socket.create_server(("127.0.0.1", port := free_port())):
         full = choose_network("127.0.0.1", ("127.0.0.1",), MACHINE, (port, port), {})
         with pytest.raises(ConnectorUnavailable, match=f"no port of {port}-{port} is free"):
             check_free_port(full)

@@ -20,8 +20,9 @@ from pd_connectors.protocol.errors import ConnectorUnavailable
 from pd_connectors.registry import create_connector
 from pd_connectors.store import ObjectName, StoreUnavailable
 from tests.connectors.pool_bench import POOL_CONTEXT
-from tests.connectors.store_server import StoreServer, closed_port, needs_lmcache
+from tests.connectors.store_server import StoreServer, needs_lmcache
 from tests.deadlines import HANG_S
+from tests.ports import free_port
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -176,7 +177,7 @@ def test_a_server_that_answers_nonsense_or_nothing_is_unavailable(protocol: LMCa
 @needs_lmcache
 def test_a_missing_server_is_reported_at_once(protocol: LMCacheProtocol) -> None:
     with pytest.raises(StoreUnavailable, match="refused"):
-        LMCacheStore(("127.0.0.1", closed_port()), protocol).contains(NAMES)
+        LMCacheStore(("127.0.0.1", free_port()), protocol).contains(NAMES)
 
 
 @pytest.mark.long

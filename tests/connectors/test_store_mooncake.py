@@ -19,8 +19,8 @@ from pd_connectors.store import ObjectName, StoreUnavailable
 from tests.connectors.forked import start_process
 from tests.connectors.mooncake_master import MooncakeMaster, needs_mooncake
 from tests.connectors.pool_bench import POOL_CONTEXT
-from tests.connectors.store_server import closed_port
 from tests.integration.system import wait_until
+from tests.ports import free_port
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -96,7 +96,7 @@ def _own(pipe: Connection, port: int) -> None:
 @pytest.mark.long
 @needs_mooncake
 def test_a_missing_server_is_reported_at_once() -> None:
-    client = MooncakeClient(("127.0.0.1", closed_port()), "127.0.0.1", 32 << 20)
+    client = MooncakeClient(("127.0.0.1", free_port()), "127.0.0.1", 32 << 20)
     for _ in range(2):
         with pytest.raises(StoreUnavailable, match="refused"):
             MooncakeStore(client).contains(NAMES)

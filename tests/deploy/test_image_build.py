@@ -11,7 +11,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.deploy.chart import CHART, ROOT
+from tests.ports import free_port
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -118,12 +118,6 @@ def buildah(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Buildah]:
 @pytest.fixture(scope="module")
 def container(buildah: Buildah) -> str:
     return buildah.signed("from", IMAGE)
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port: int = listener.getsockname()[1]
-        return port
 
 
 def test_image_names_its_user_and_its_health_check(buildah: Buildah) -> None:

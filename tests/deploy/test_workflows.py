@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -14,6 +13,7 @@ from click.testing import CliRunner
 
 from tests.cluster import CLI
 from tests.deploy.chart import ROOT
+from tests.ports import free_port
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -82,8 +82,7 @@ def test_what_workflow_and_hooks_run_exists() -> None:
 @pytest.mark.slow
 @pytest.mark.integration
 def test_the_smoke_script_starts_asks_and_stops(launcher: Launcher) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
+    port = free_port()
     flags = (f"--port={port}", "--device=cpu", "--num-threads=1", "--kv-cache-gb=0.05", "--quiet")
     environment = {"URL": f"http://127.0.0.1:{port}", "DEADLINE_S": "100"}
     smoke = launcher.start("smoke", [".ci/smoke", *CLI, "up", *flags], environment)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import threading
 import venv
@@ -19,6 +18,7 @@ import httpx
 import pytest
 
 from tests.integration.system import ANSWER_DEADLINE_S, wait_until
+from tests.ports import free_port
 from tests.server.foreign_exchanges import OF_PREFILL, PARAMS, TICKET
 from tests.server.sse import parse_events
 
@@ -35,7 +35,7 @@ _NOT_KEPT = frozenset({"host", "content-length", "transfer-encoding", "connectio
 
 def vllm_router(directory: Path, launcher: Launcher, prefill: str, decode: str) -> str:
     """Install it, start it before two nodes, and return its URL. Skips the test where it cannot be installed."""
-    port, metrics_port = free_ports(2)
+    port, metrics_port = free_port(), free_port()
     command = [
         str(installed(directory, VLLM_ROUTER) / "vllm-router"), "--host=127.0.0.1", f"--port={port}",
         f"--prometheus-port={metrics_port}", "--vllm-pd-disaggregation", "--kv-connector=nixl", "--policy=round_robin",
@@ -50,7 +50,7 @@ def production_stack(directory: Path, launcher: Launcher, prefill: str, decode: 
         pytest.skip(f"{PRODUCTION_STACK} names no checkout of production-stack")
     sources = Path(os.environ[PRODUCTION_STACK]) / "src"
     programs = installed(directory, "-r", str(sources / "vllm_router" / "requirements.txt"))
-    [port] = free_ports(1)
+    port = free_port()
     command = [
         str(programs / "python"), "-m", "vllm_router.app", "--host=127.0.0.1", f"--port={port}",
         "--service-discovery=static", f"--static-backends={prefill},{decode}",
@@ -80,15 +80,6 @@ def started(
     router, url = launcher.start(name, command, environment), f"http://127.0.0.1:{port}"
     wait_until(lambda: is_healthy(url), lambda: router.output)
     return url
-
-
-def free_ports(count: int) -> list[int]:
-    """Free now: those routers cannot be told to take any."""
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [one.getsockname()[1] for one in sockets]
-    for one in sockets:
-        one.close()
-    return ports
 
 
 def is_healthy(url: str) -> bool:

@@ -26,6 +26,7 @@ class Rule(StrEnum):
     SLEEP = "sleep"
     UNSETTLED = "unsettled"
     SHARED = "shared"
+    PORT = "port"
 
 
 @dataclass(frozen=True, order=True)

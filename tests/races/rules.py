@@ -1,4 +1,4 @@
-"""The five rules over a file."""
+"""The six rules over a file."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from tests.races.code import Code, Finding, Rule
 from tests.races.deadlines import short_deadlines
 from tests.races.elapsed import elapsed
+from tests.races.lent_ports import lent_ports
 from tests.races.shared import shared
 from tests.races.sleeps import sleeps
 from tests.races.times import Spans
@@ -24,6 +25,7 @@ RULES = {
     Rule.SLEEP: sleeps,
     Rule.UNSETTLED: unsettled,
     Rule.SHARED: shared,
+    Rule.PORT: lent_ports,
 }
 
 

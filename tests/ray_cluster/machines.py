@@ -9,10 +9,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import random
 import re
 import signal
-import socket
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,6 +19,7 @@ import psutil
 
 from tests.cluster import LaunchFailed, base_environment
 from tests.fork_server import CLI_MODULE
+from tests.ports import free_port
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -33,7 +32,6 @@ logger = logging.getLogger(__name__)
 TOKEN = "7e57" * 16
 RAY = Path(sys.executable).with_name("ray")
 START_DEADLINE_S = 300.0
-PORTS = 20_000, 32_000  # Ray's workers have those from 10,002 to 19,999
 # What Ray starts beside a head or worker, and no test looks at: 9 s of CPU
 LEFT_OUT = ("--include-log-monitor=false", "--disable-usage-stats")
 LEFT_OUT_OF_HEAD = ("--include-dashboard=false", "--no-monitor")
@@ -159,16 +157,6 @@ def last_words(root: Path) -> str:
     """The ends of what Ray's own processes logged, which are gone with the folder."""
     logs = [path for name in ("raylet.*", "gcs_server.*", "*agent.*") for path in root.glob(f"session_*/logs/{name}")]
     return "\n".join(f"--- {path.name}\n{path.read_text(errors='replace')[-2000:]}" for path in logs)
-
-
-def free_port() -> int:
-    """One that is free, below those that the OS gives to sockets that name none: it was taken in one of seven runs."""
-    while True:
-        with (
-            contextlib.suppress(OSError),
-            socket.create_server(("", random.SystemRandom().randrange(*PORTS))) as server,
-        ):
-            return int(server.getsockname()[1])
 
 
 def cmdline(process: psutil.Process) -> str:

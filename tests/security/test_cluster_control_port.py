@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from typing import TYPE_CHECKING
 
 import httpx
@@ -11,6 +10,7 @@ import pytest
 
 from tests.cluster import Launched, Launcher
 from tests.integration.system import wait_until
+from tests.ports import free_port
 from tests.security.handover import listeners
 from tests.security.test_control_port import (
     MAX_GROWTH_BYTES,
@@ -35,13 +35,6 @@ def engine_of(node: Launched) -> psutil.Process:
     """The node's only child."""
     (engine,) = psutil.Process(node.pid).children()
     return engine
-
-
-def free_port() -> int:
-    """One that was free a moment ago."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port: int = server.getsockname()[1]
-        return port
 
 
 def ask(router: Launched, number: int) -> None:

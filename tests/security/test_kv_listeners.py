@@ -16,6 +16,7 @@ from pd_connectors.nixl.machine import listening_sockets, read_machine
 from pd_connectors.protocol.errors import ConnectorUnavailable
 from tests.connectors.remote_node import Node, context, remote_node
 from tests.deadlines import COMMAND_S, HANG_S
+from tests.ports import free_port
 from tests.security.handover import NUM_BLOCKS, hand_over, listeners
 
 pytest.importorskip("nixl_cu13")
@@ -36,16 +37,10 @@ def can_unshare() -> bool:
     return subprocess.run(["unshare", "-rnm", "sh", "-c", make], capture_output=True).returncode == 0
 
 
-def free_range(size: int) -> tuple[int, int]:
-    """Ports that were free a moment ago."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        low = server.getsockname()[1]
-    return (low, low + size) if low + size < 65536 else (low - size, low)
-
-
 def test_a_loopback_node_listens_on_loopback_alone_and_hands_over() -> None:
     """The control port, and one port of UCX, of those that it was given."""
-    low, high = free_range(20)
+    low = free_port(21)
+    high = low + 20
     with remote_node("nixl", context("P", kv_ports=(low, high), lease_ttl_s=HANG_S), NUM_BLOCKS) as prefill:
         places = listeners(prefill.pid)
         assert {address for address, _ in places} == {"127.0.0.1"}
@@ -64,7 +59,8 @@ def test_a_loopback_node_listens_on_loopback_alone_and_hands_over() -> None:
 
 def test_a_node_that_is_advertised_elsewhere_listens_there_alone() -> None:
     for host in outside_addresses()[:1]:
-        low, high = free_range(20)
+        low = free_port(21)
+        high = low + 20
         before = set(listening_sockets())
         node = Node.start("nixl", context("P", host=host, kv_ports=(low, high)), 4)
         with closing(node.connector) as connector:
