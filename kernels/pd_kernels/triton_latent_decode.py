@@ -26,6 +26,12 @@ if TYPE_CHECKING:
     from pd_kernels.latent import LatentRows
 
 _ROWS = 32  # most (query, head) of a pair: sums of more, of 512 numbers each, do not fit into registers
+# Groups of all sequences up to which a group is so small that its parts are merged at once: one program merges them.
+# 20 heads on an H200, us a layer of 1 / 8 / 32 / 128 / 256 sequences of 1k: 32 / 48 / 56 / 86 / 113 in one group, 16 /
+# 21 / 36 / 79 / 170 in two
+_MOST_PAIRS = 256
+_ALONE = 4  # most heads of a group of one sequence: 20 of 1k take 13 us, in two groups 16; of 8k 31 and 54
+_MERGED_ALONE = 2 * MERGED  # 16 heads 13 us a layer, with MERGED 15; of groups of 16 heads 20, with MERGED 16
 _LEAST_SEQS = 256  # as in `triton_draft_attention`
 
 
@@ -90,8 +96,9 @@ def _latent_kernel(
     num_seqs, num_tokens, latent_stride, latent_head_stride, rope_stride, rope_head_stride, table_stride, block_stride,
     scale,
     GROUPS: tl.constexpr, GROUP: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    QUERIES: tl.constexpr, TILE: tl.constexpr, SEQS: tl.constexpr, ROWS: tl.constexpr, PROGRAMS: tl.constexpr,
-    MERGED: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, SETUP: tl.constexpr, EARLY: tl.constexpr,
+    QUERIES: tl.constexpr, TILE: tl.constexpr, SEQS: tl.constexpr, ROWS: tl.constexpr, WRITTEN: tl.constexpr,
+    PROGRAMS: tl.constexpr, MERGED: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, SETUP: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """GROUPS of GROUP heads. See `_draft_kernel`, where a group is a KV head, for the shares and the parts."""
     NUM_HEADS: tl.constexpr = GROUPS * GROUP
@@ -144,9 +151,13 @@ def _latent_kernel(
                 if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == last_program - first_program:
                     num_members = tl.minimum(num_queries - first_query, QUERIES) * GROUP
                     merged = merged_parts(
-                        parts, part_logs, first_program, last_program, num_members, MEMBERS, RANK, RANK, ROWS, MERGED
+                        parts, part_logs, first_program, last_program, num_members, MEMBERS, RANK, RANK, WRITTEN,
+                        MERGED,
                     )  # fmt: skip
-                    tl.store(target, merged.to(out.dtype.element_ty), mask=inside[:, None])
+                    member = tl.arange(0, WRITTEN)
+                    tokens = (query_start + first_query + member // GROUP).to(tl.int64)
+                    whole = out + (tokens * NUM_HEADS + group * GROUP + member % GROUP)[:, None] * RANK + c
+                    tl.store(whole, merged.to(out.dtype.element_ty), mask=(member < num_members)[:, None])
                     tl.store(counter, 0)  # for the next layer
         unit = start + units
     _clear_padding(out, query_starts, seq_lens, num_seqs, num_tokens, NUM_HEADS, RANK, PROGRAMS)
@@ -156,15 +167,23 @@ def latent_tiling(dtype: torch.dtype) -> DecodeTiling:
     """Tiling for a GPU with 228 KiB of shared memory per multiprocessor.
 
     Chosen on an H200, us a layer of 1k: 16 heads of 128 / 256 sequences 63 / 88, with drafts of three tokens 101 for
-    128; with tiles of 32 tokens 64 / 111 and 153, with eight warps 60 / 117 and 157.
+    128; with tiles of 32 tokens 64 / 111 and 153, with eight warps 60 / 117 and 157. With a `setup` of 2 / 3 / 5 / 8
+    the 128 take 57 / 62 / 66 / 69 us; if their lengths are drawn, 59 / 62 / 66 / 69.
     """
     tile = 16 if dtype is torch.float32 else 64
-    return DecodeTiling(tile, num_warps=4, num_stages=2, programs_per_processor=2)
+    return DecodeTiling(tile, num_warps=4, num_stages=2, programs_per_processor=2, setup=2)
 
 
-def head_groups(num_heads: int) -> int:
-    """Equal groups of heads, each of at most as many as a pair has rows."""
-    return next(count for count in range(1, num_heads + 1) if num_heads % count == 0 and num_heads // count <= _ROWS)
+def head_groups(num_heads: int, num_seqs: int, rank: int) -> int:
+    """Equal groups of heads, each of at most as many as a pair has rows, for so many sequences with a query each."""
+
+    def of(most: int) -> int:
+        return next(count for count in range(1, num_heads + 1) if num_heads % count == 0 and num_heads // count <= most)
+
+    if num_seqs == 1:
+        return of(_ALONE)
+    groups = of(min(MERGED // rank, _ROWS))
+    return groups if num_seqs * groups <= _MOST_PAIRS else of(_ROWS)
 
 
 def latent_decode(
@@ -176,10 +195,12 @@ def latent_decode(
     Plans the step in three launches when it has no plan.
     """
     (num_rows, num_heads, rank), rope = query_latent.shape, query_rope.shape[2]
-    groups, num_seqs, device = head_groups(num_heads), len(rows.lens), cache.device
+    num_seqs, device = len(rows.lens), cache.device
+    # Pairs of drafts have several queries: 20 heads of 128 sequences with four each take 217 us, in two groups 236
+    groups = head_groups(num_heads, num_seqs if rows.is_plain else _MOST_PAIRS + 1, rank)
     group = num_heads // groups
     queries = 1 if rows.is_plain else _ROWS // group
-    num_members, seqs = max(next_power_of_2(queries * group), 16), max(next_power_of_2(num_seqs), _LEAST_SEQS)
+    written, seqs = next_power_of_2(queries * group), max(next_power_of_2(num_seqs), _LEAST_SEQS)
     if not rows.plans:
         ends = plan_shares(rows.lens, groups, 0, tiling, seqs, rows.starts, queries)
         rows.plans.append((ends, torch.zeros((num_rows, groups), dtype=torch.int32, device=device)))
@@ -193,9 +214,9 @@ def latent_decode(
         query_latent, query_rope, cache, rows.block_tables, rows.lens, rows.starts, ends, arrived, out, parts,
         part_logs, num_seqs, num_rows, *query_latent.stride()[:2], *query_rope.stride()[:2],
         rows.block_tables.stride(0), cache.stride(0), scale * LOG2_E,
-        groups, group, rank, rope, cache.shape[1], queries, tiling.tile, seqs, num_members, programs,
-        max(MERGED // (num_members * rank), 1), "ieee" if cache.dtype is torch.float32 else "tf32", tiling.num_stages,
-        tiling.setup, early,
+        groups, group, rank, rope, cache.shape[1], queries, tiling.tile, seqs, max(written, 16), written, programs,
+        max((_MERGED_ALONE if written <= _ALONE else MERGED) // (written * rank), 1),
+        "ieee" if cache.dtype is torch.float32 else "tf32", tiling.num_stages, tiling.setup, early,
         num_warps=tiling.num_warps, **early_options(early),
     )  # fmt: skip
     return out

@@ -43,12 +43,12 @@ def compile_kernel(kernel: Any, constants: dict[str, Any], **options: Any) -> An
 
 
 def compile_decode(dims: LatentDims, group: int, queries: int) -> Any:
-    tiling, rows = latent_tiling(torch.bfloat16), max(next_power_of_2(group * queries), 16)
+    tiling, written = latent_tiling(torch.bfloat16), next_power_of_2(group * queries)
     constants = {
-        "GROUPS": 1, "GROUP": group, "RANK": dims.rank, "ROPE": dims.rope, "BLOCK_SIZE": 64, "QUERIES": queries,
-        "TILE": tiling.tile, "SEQS": 256, "ROWS": rows, "PROGRAMS": tiling.programs_per_processor * PROCESSORS,
-        "MERGED": max(8192 // (rows * dims.rank), 1), "PRECISION": "tf32", "STAGES": tiling.num_stages,
-        "SETUP": tiling.setup, "EARLY": True,
+        "GROUPS": 2, "GROUP": group, "RANK": dims.rank, "ROPE": dims.rope, "BLOCK_SIZE": 64, "QUERIES": queries,
+        "TILE": tiling.tile, "SEQS": 256, "ROWS": max(written, 16), "WRITTEN": written,
+        "PROGRAMS": tiling.programs_per_processor * PROCESSORS, "MERGED": max(8192 // (written * dims.rank), 1),
+        "PRECISION": "tf32", "STAGES": tiling.num_stages, "SETUP": tiling.setup, "EARLY": True,
     }  # fmt: skip
     return compile_kernel(_latent_kernel, constants, num_warps=tiling.num_warps, launch_pdl=True)
 
@@ -70,7 +70,10 @@ def compile_rows() -> Any:
 
 def main(arguments: list[str]) -> None:
     knobs.nvidia.dump_ptxas_log = True
-    found = {"decode 16": compile_decode(MOONLIGHT, 16, 1), "rows": compile_rows()}
+    found = {
+        "decode 16": compile_decode(MOONLIGHT, 16, 1), "decode 4": compile_decode(MOONLIGHT, 4, 1),
+        "rows": compile_rows(),
+    }  # fmt: skip
     if arguments:
         found |= {
             "decode 32": compile_decode(MOONLIGHT, 16, 2),

@@ -180,10 +180,17 @@ def test_rows_are_written_where_their_tokens_are_and_nowhere_else(num_heads: int
 
 
 @pytest.mark.parametrize(
-    ("num_heads", "groups"), [(1, 1), (16, 1), (20, 1), (32, 1), (40, 2), (64, 2), (128, 4), (37, 37)]
-)
-def test_heads_are_in_equal_groups(num_heads: int, groups: int) -> None:
-    assert head_groups(num_heads) == groups
+    ("num_heads", "groups"),
+    [
+        (1, (1, 1, 1)), (16, (4, 1, 1)), (20, (5, 2, 1)), (32, (8, 2, 1)), (40, (10, 4, 2)), (64, (16, 4, 2)),
+        (128, (32, 8, 4)), (37, (37, 37, 37)),
+    ],
+)  # fmt: skip
+def test_heads_are_in_equal_groups(num_heads: int, groups: tuple[int, int, int]) -> None:
+    """Of one sequence, of some and of many. Two groups of 20 heads are for 128 sequences at most."""
+    assert tuple(head_groups(num_heads, num_seqs, 512) for num_seqs in (1, 2, 257)) == groups
+    assert (head_groups(20, 128, 512), head_groups(20, 129, 512)) == (2, 1)
+    assert (head_groups(32, 8, 512), head_groups(32, 8, 256), head_groups(32, 8, 16)) == (2, 1, 1)
 
 
 def test_other_groups_are_refused_by_reason() -> None:
