@@ -241,6 +241,28 @@ async def test_two_orders_at_once_for_one_name_end_in_one_state(tmp_path: Path) 
         assert again[0] == 200, "no order is left over"
 
 
+async def test_a_name_that_a_router_does_not_know_yet_is_not_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second order comes before the feeds tell its router of the first one."""
+    written(tmp_path / "a")
+    written(tmp_path / "b", "two")
+    async with (
+        a_pair(tmp_path) as (router, p, d),
+        serving(prefill=[p], decode=[d], admin_endpoints="open") as second,
+    ):
+        await followed(second, p, d)
+        with monkeypatch.context() as patch:
+            patch.setattr(second.services.table.adapters, "learn", lambda record: False)
+            _, told = await order(router, "tuned", "a")
+            status, answer = await order(second, "tuned", "b")
+        assert (status, "loaded already" in answer["error"]["message"]) == (409, True)
+        assert [node.state.adapters.digest_of("tuned") for node in (p, d)] == [told["digest"]] * 2
+        status, other = await order(second, "tuned", "b", load_inplace=True)
+        assert (status, other["digest"] != told["digest"]) == (200, True)
+        assert [node.state.adapters.digest_of("tuned") for node in (p, d)] == [other["digest"]] * 2
+
+
 async def test_a_node_that_joins_or_restarts_gets_what_the_others_have(tmp_path: Path) -> None:
     written(tmp_path / "a")
     async with a_pair(tmp_path) as (router, p, d), a_node(tmp_path, "d2") as late:

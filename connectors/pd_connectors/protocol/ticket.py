@@ -87,6 +87,7 @@ class NodeOrder(msgspec.Struct, frozen=True, tag=True):
     reason: str = ""
     seen_changes: int = NOT_SEEN
     seen_state: int = NOT_SEEN
+    seen_stamp: int = NOT_SEEN  # of the newest record of a name that is free there; for "prepare"
 
 
 Statement = TypeVar("Statement", Ticket, Offer, NodeOrder)

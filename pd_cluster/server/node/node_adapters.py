@@ -32,6 +32,7 @@ from pd_connectors.protocol.adapters import (
     newer,
     trim,
 )
+from pd_connectors.protocol.ticket import NOT_SEEN
 from pd_http.names import MAX_NAME_CHARS, is_name
 
 if TYPE_CHECKING:
@@ -123,9 +124,15 @@ class NodeAdapters:
 
     # --- orders
 
-    async def prepare(self, record: AdapterRecord) -> AdapterRecord:
-        """Read the files. Returns the record with their digest. Raises BadAdapter, AdapterConflict."""
+    async def prepare(self, record: AdapterRecord, seen_stamp: int = NOT_SEEN) -> AdapterRecord:
+        """Read the files. Returns the record with their digest. Raises BadAdapter, AdapterConflict.
+
+        `seen_stamp`: of what the router knows of the name, free there: another router may have loaded it since.
+        """
         self._check(record)
+        known = self._records.get(record.name)
+        if known is not None and known.is_live and NOT_SEEN != seen_stamp < known.stamp:
+            raise AdapterConflict(f"the adapter {record.name!r} is loaded already; load_inplace: true replaces it")
         if not newer(self._records, record):
             raise AdapterConflict(f"a newer order about the adapter {record.name!r} has been obeyed")
         if (other := self._pending.get(record.name)) is not None and other[0].stamp != record.stamp:

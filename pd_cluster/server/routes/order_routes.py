@@ -68,8 +68,10 @@ async def _obey_about_adapter(state: NodeState, request: Request) -> Response:
         raise EngineUnavailable("this node is shutting down")
     if order.step == "drop":
         adapters.drop(record)
+    elif order.step == "prepare":
+        record = await adapters.prepare(record, order.seen_stamp)
     else:
-        record = await (adapters.prepare if order.step == "prepare" else adapters.hold)(record)
+        record = await adapters.hold(record)
     return json_response({"success": True, "adapter": msgspec.structs.asdict(record)})
 
 

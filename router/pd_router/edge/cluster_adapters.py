@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from pd_connectors.protocol.adapters import MAX_PATH_CHARS, AdapterRecord
+from pd_connectors.protocol.ticket import NOT_SEEN
 from pd_http.body import read_body
 from pd_http.endpoints import LOAD_PATH
 from pd_http.errors import AdapterConflict, InvalidRequest, ModelNotFound
@@ -88,7 +89,8 @@ class ClusterAdapters:
         stamp = self._s.table.adapters.next_stamp(self._s.wall_clock())
         record = AdapterRecord(asked.name, stamp=stamp)
         if is_load:
-            record = await self._prepared(nodes, msgspec.structs.replace(asked, stamp=stamp))
+            seen_stamp = NOT_SEEN if in_place else self._s.table.adapters.seen_stamp(asked.name)
+            record = await self._prepared(nodes, msgspec.structs.replace(asked, stamp=stamp), seen_stamp)
         await self._hold(nodes, record)
         await self._tell_workers(record)
         others = {node.node_id: "serves no adapters, or is not reachable" for node in self._s.table.nodes}
@@ -130,14 +132,14 @@ class ClusterAdapters:
         if not is_load and not is_known:
             raise ModelNotFound(f"there is no adapter {name!r}", param="lora_name")
 
-    async def _prepared(self, nodes: Sequence[Node], asked: AdapterRecord) -> AdapterRecord:
+    async def _prepared(self, nodes: Sequence[Node], asked: AdapterRecord, seen_stamp: int) -> AdapterRecord:
         """The record that all nodes have prepared. Raises PdError when one has not: then all have dropped it."""
         first, *rest = sorted(nodes, key=lambda node: (node.role is not Role.PREFILL, node.node_id))
         reads = [node for node in rest if node.role is Role.PREFILL]
         found: dict[Node, AdapterRecord] = {}
         try:
             for some in ([first], reads, [node for node in rest if node not in reads]):
-                found |= dict(zip(some, await self._all(some, "prepare", asked), strict=True))
+                found |= dict(zip(some, await self._all(some, "prepare", asked, seen_stamp), strict=True))
             if len({record.digest for record in found.values()}) > 1:
                 digests = ", ".join(f"{node.node_id}: {record.digest}" for node, record in found.items())
                 raise InvalidRequest(f"nodes have other files under {asked.path!r}: {digests}", "lora_path")
@@ -156,9 +158,12 @@ class ClusterAdapters:
         if any(one.stamp != record.stamp for one in held):
             raise AdapterConflict(f"a later order about the adapter {record.name!r} was obeyed in place of this one")
 
-    async def _all(self, nodes: Sequence[Node], step: Step, record: AdapterRecord) -> list[AdapterRecord]:
+    async def _all(
+        self, nodes: Sequence[Node], step: Step, record: AdapterRecord, seen_stamp: int = NOT_SEEN
+    ) -> list[AdapterRecord]:
         """Waits for every node. Raises PdError for those that do not obey."""
-        told = await asyncio.gather(*(self._keeper.tell(node, step, record) for node in nodes), return_exceptions=True)
+        orders = (self._keeper.tell(node, step, record, seen_stamp) for node in nodes)
+        told = await asyncio.gather(*orders, return_exceptions=True)
         done = [one for one in told if isinstance(one, AdapterRecord)]
         if refusals := [one for one in told if isinstance(one, AdapterRefused)]:
             status = max(one.status for one in refusals)

@@ -60,6 +60,11 @@ class AdapterTable:
         record = self._records.get(name)
         return record is not None and not record.is_live
 
+    def seen_stamp(self, name: str) -> int:
+        """Of the newest that this router knows of the name; 0: nothing."""
+        record = self._records.get(name)
+        return self._forgotten if record is None else record.stamp
+
     def next_stamp(self, now_s: float) -> int:
         """Higher than that of each record. `now_s`: wall clock."""
         known = max([record.stamp for record in self._records.values()] + [self._forgotten]) >> FREE_BITS

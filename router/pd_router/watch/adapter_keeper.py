@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 
 from pd_connectors.protocol.adapters import AdapterRecord
-from pd_connectors.protocol.ticket import ORDER_HEADER, NodeOrder, sign
+from pd_connectors.protocol.ticket import NOT_SEEN, ORDER_HEADER, NodeOrder, sign
 from pd_http.endpoints import LOAD_PATH, UNLOAD_PATH
 from pd_http.node_answers import object_in
 from pd_router.nodes.upstream import LegFailed, Refused
@@ -51,13 +51,14 @@ class AdapterKeeper:
         self._key = key
         self._wall_clock = wall_clock
 
-    async def tell(self, node: Node, step: Step, record: AdapterRecord) -> AdapterRecord:
-        """The record that the node has now, or has prepared. Raises AdapterRefused."""
+    async def tell(self, node: Node, step: Step, record: AdapterRecord, seen_stamp: int = NOT_SEEN) -> AdapterRecord:
+        """The record that the node has now, or has prepared. Raises AdapterRefused. `seen_stamp`: see NodeOrder."""
         is_load = record.is_live or step != "hold"
         expires_at_s = self._wall_clock() + ORDER_LIFETIME_S
         order = NodeOrder(
-            "load_adapter" if is_load else "unload_adapter", node.node_id, expires_at_s, adapter=record, step=step
-        )
+            "load_adapter" if is_load else "unload_adapter", node.node_id, expires_at_s, adapter=record, step=step,
+            seen_stamp=seen_stamp,
+        )  # fmt: skip
         headers = {ORDER_HEADER: sign(self._key, order)}
         try:
             path = LOAD_PATH if is_load else UNLOAD_PATH
