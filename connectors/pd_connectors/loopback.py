@@ -215,6 +215,9 @@ class _Description(msgspec.Struct, frozen=True):
     num_blocks: tuple[int, ...]  # by group
 
 
+_decode = msgspec.msgpack.Decoder(_Description).decode
+
+
 @dataclass(slots=True)
 class _Read:
     peer: PeerKey
@@ -242,7 +245,7 @@ class LoopbackTransport(Transport):
         return msgspec.msgpack.encode(_Description(self._node.serial, num_blocks))
 
     def connect(self, peer: PeerKey, description: bytes) -> None:
-        there = msgspec.msgpack.decode(description, type=_Description)
+        there = _decode(description)
 
         def finish() -> None:
             if self._network.numbered(there.serial) is None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from pd_cluster.adapters.strict_json import strict_object
+from pd_cluster.adapters.strict_json import described, strict_object
 from pd_cluster.errors import BadAdapter
 
 if TYPE_CHECKING:
@@ -49,6 +49,7 @@ _Rank = Annotated[int, Meta(ge=1, le=MAX_RANK)]
 _Alpha = Annotated[float, Meta(ge=-MAX_ALPHA, le=MAX_ALPHA)]
 
 
+@described
 class PeftConfig(msgspec.Struct, frozen=True):
     """What decides on an adapter's modules, ranks and scales, by PEFT's names. `PeftNames` has the rules."""
 

@@ -1,14 +1,30 @@
-"""JSON of files that others wrote: what a reader could understand in two ways is an error."""
+"""JSON of files that others wrote: what a reader could understand in two ways is an error.
+
+Several threads read such files at once.
+"""
 
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+
+import msgspec
 
 from pd_cluster.errors import BadAdapter
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+Described = TypeVar("Described", bound=type[msgspec.Struct])
+
+
+def described(kind: Described) -> Described:
+    """Class decorator of what is converted to: msgspec describes the struct to itself now, not at its first use.
+
+    Two threads that use one first, at once, end the process by a segmentation fault (msgspec 0.22.0, Python 3.11).
+    """
+    msgspec.json.Decoder(kind)
+    return kind
 
 
 def strict_object(content: bytes | bytearray | memoryview, file: Path) -> dict[str, Any]:

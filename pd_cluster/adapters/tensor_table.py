@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from pd_cluster.adapters.strict_json import strict_object
+from pd_cluster.adapters.strict_json import described, strict_object
 from pd_cluster.errors import BadAdapter
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ class StoredMatrix:
     num_bytes: int
 
 
+@described
 class _Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What the header tells of a tensor."""
 

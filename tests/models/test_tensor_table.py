@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,9 @@ from safetensors.torch import save
 
 from pd_cluster.adapters.tensor_table import MAX_HEADER_BYTES, MAX_TENSORS, read_table
 from pd_cluster.errors import BadAdapter
+from tests.cluster import ROOT
+from tests.deadlines import COMMAND_S
+from tests.models.first_reads import PROCESSES
 
 FILE = Path("adapter_model.safetensors")
 A, B = (
@@ -24,6 +29,14 @@ A, B = (
 def packed(header: str | dict[str, Any], data: int = 12) -> bytearray:
     text = (header if isinstance(header, str) else json.dumps(header)).encode()
     return bytearray(len(text).to_bytes(8, "little") + text + bytes(data))
+
+
+def test_threads_may_read_their_first_adapters_at_once() -> None:
+    """Two of an engine did, and it ended by a segmentation fault."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.models.first_reads"], capture_output=True, text=True, cwd=ROOT, timeout=COMMAND_S
+    )
+    assert json.loads(done.stdout) == {"0": PROCESSES}, done.stderr
 
 
 def test_tables_are_those_of_the_library() -> None:

@@ -56,6 +56,9 @@ class _Description(msgspec.Struct, frozen=True):
     listeners: tuple[Place, ...] = ()  # where UCX listens; an older node does not say
 
 
+_decode = msgspec.msgpack.Decoder(_Description).decode
+
+
 @dataclass(frozen=True, slots=True)
 class _Read:
     handle: int
@@ -202,7 +205,7 @@ class NixlTransport(Transport):
 
     def _connect(self, agent: NixlAgent, key: PeerKey, description: bytes) -> None:
         try:
-            there = msgspec.msgpack.decode(description, type=_Description)
+            there = _decode(description)
             if any(there.agent == peer.remote.name for peer in self._retired):
                 raise NixlError("reads over its previous endpoint are still in flight")
             theirs = [region.block_bytes for region in there.regions[: key.num_groups]]
