@@ -11,6 +11,7 @@ warpgroup's product, no tile came while another was multiplied: 16 heads of 128 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -27,11 +28,14 @@ if TYPE_CHECKING:
 
 _ROWS = 32  # most (query, head) of a pair: sums of more, of 512 numbers each, do not fit into registers
 # Groups of all sequences up to which a group is so small that its parts are merged at once: one program merges them.
-# 20 heads on an H200, us a layer of 1 / 8 / 32 / 128 / 256 sequences of 1k: 32 / 48 / 56 / 86 / 113 in one group, 16 /
+# 20 heads on an H200, us a layer of 1 / 8 / 32 / 128 / 256 sequences of 1k: 32 / 48 / 56 / 93 / 113 in one group, 16 /
 # 21 / 36 / 79 / 170 in two
 _MOST_PAIRS = 256
 _ALONE = 4  # most heads of a group of one sequence: 20 of 1k take 13 us, in two groups 16; of 8k 31 and 54
-_MERGED_ALONE = 2 * MERGED  # 16 heads 13 us a layer, with MERGED 15; of groups of 16 heads 20, with MERGED 16
+_MERGED_ALONE = 2 * MERGED  # of such groups: 16 heads 13 us a layer, with MERGED 15; one group of 16 heads 20 and 16
+# Most parts of such a group, which so many programs can share: with 15 a group of 128k tokens would have 63 or 78 tiles
+# a program, more than one group of all heads, by calculation; none above 32k was measured
+_PARTS_ALONE = 64
 _LEAST_SEQS = 256  # as in `triton_draft_attention`
 
 
@@ -180,8 +184,9 @@ def head_groups(num_heads: int, num_seqs: int, rank: int) -> int:
     def of(most: int) -> int:
         return next(count for count in range(1, num_heads + 1) if num_heads % count == 0 and num_heads // count <= most)
 
-    if num_seqs == 1:
-        return of(_ALONE)
+    for most in (_ALONE, 2 * _ALONE) if num_seqs == 1 else ():
+        if num_heads // of(most) > 2 or of(most) == 1:  # 7 heads have no smaller group that is worth reading a cache
+            return of(most)
     groups = of(min(MERGED // rank, _ROWS))
     return groups if num_seqs * groups <= _MOST_PAIRS else of(_ROWS)
 
@@ -201,6 +206,8 @@ def latent_decode(
     group = num_heads // groups
     queries = 1 if rows.is_plain else _ROWS // group
     written, seqs = next_power_of_2(queries * group), max(next_power_of_2(num_seqs), _LEAST_SEQS)
+    is_alone = rows.is_plain and num_seqs == 1 and group <= _ALONE
+    tiling = replace(tiling, parts=_PARTS_ALONE) if is_alone else tiling
     if not rows.plans:
         ends = plan_shares(rows.lens, groups, 0, tiling, seqs, rows.starts, queries)
         rows.plans.append((ends, torch.zeros((num_rows, groups), dtype=torch.int32, device=device)))
@@ -215,7 +222,7 @@ def latent_decode(
         part_logs, num_seqs, num_rows, *query_latent.stride()[:2], *query_rope.stride()[:2],
         rows.block_tables.stride(0), cache.stride(0), scale * LOG2_E,
         groups, group, rank, rope, cache.shape[1], queries, tiling.tile, seqs, max(written, 16), written, programs,
-        max((_MERGED_ALONE if written <= _ALONE else MERGED) // (written * rank), 1),
+        max((_MERGED_ALONE if is_alone else MERGED) // (written * rank), 1),
         "ieee" if cache.dtype is torch.float32 else "tf32", tiling.num_stages, tiling.setup, early,
         num_warps=tiling.num_warps, **early_options(early),
     )  # fmt: skip

@@ -97,7 +97,7 @@ class System:
             )
             for role in roles
         }
-        self._nodes = list(nodes.values())
+        self._by_role, self._nodes = nodes, list(nodes.values())
         self.urls = {role: _url(node) for role, node in nodes.items()}
         self.mixed = "mixed" if own_mixed else "decode"
         self.router_url = launcher.router(prefill=[nodes["prefill"]], decode=[nodes["decode"]]).url
@@ -106,6 +106,20 @@ class System:
         """D computes no answer of so many tokens until the end."""
         assert self._gate is not None
         return self._gate.held(answer=answer)
+
+    @contextmanager
+    def engine_stopped(self, role: str) -> Iterator[None]:
+        """SIGSTOP to the engine of this node until the end: what routers send it waits there."""
+        (engine,) = (
+            process
+            for process in self._by_role[role].family()
+            if "pd_cluster.engine.process" in " ".join(process.cmdline())
+        )
+        engine.suspend()
+        try:
+            yield
+        finally:
+            engine.resume()
 
     def without_mixed(self) -> System:
         """The same processes; the way `mixed` goes to D."""

@@ -8,6 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.deadlines import until
 from tests.integration.calls import Call, Outcome
 from tests.integration.system import System, wait_until
 
@@ -55,24 +56,34 @@ def outstanding(system: System) -> list[int]:
     return [count for node in nodes for count in node["outstanding"].values()]
 
 
-async def ask_all(url: str) -> dict[str, Outcome]:
-    """Ask about all people of the demo model, every second time streamed."""
-    calls = {
-        name: Call(url, body(name, stream=bool(index % 2), salt=f"burst {name}")) for index, name in enumerate(PEOPLE)
-    }
+async def ask_all(system: System) -> dict[str, Outcome]:
+    """Ask about all people of the demo model, every second time streamed. P reads nothing until D reads one."""
+    url = system.router_url
+    with system.engine_stopped("prefill"):
+        calls = {
+            name: Call(url, body(name, stream=bool(index % 2), salt=f"burst {name}"))
+            for index, name in enumerate(PEOPLE)
+        }
+        await until(lambda: is_read_by_d(system), lambda: str(outstanding(system)))
     return {name: await call.outcome() for name, call in calls.items()}
 
 
-async def ask_one_and_then_all(url: str) -> dict[str, Outcome]:
+def is_read_by_d(system: System) -> bool:
+    """Whether the router has sent a prompt to D alone. While P reads nothing, no other is at D."""
+    nodes = httpx.get(f"{system.router_url}/nodes", trust_env=False).json()["nodes"]
+    return any(node["outstanding"]["sequences"] for node in nodes)
+
+
+async def ask_one_and_then_all(system: System) -> dict[str, Outcome]:
     """The first one teaches the router how fast P reads."""
-    first = await Call(url, body("Zoe", stream=True, salt="first"), "p-first").outcome()
+    first = await Call(system.router_url, body("Zoe", stream=True, salt="first"), "p-first").outcome()
     assert (first.text, first.headers["x-pd-prefill"]) == (" Zoe 1384.", "prefill")
-    return await ask_all(url)
+    return await ask_all(system)
 
 
 def test_long_prompts_at_once_are_read_by_both_nodes_and_none_is_lost(system: System) -> None:
     before = counted(system)
-    found = asyncio.run(ask_one_and_then_all(system.router_url))
+    found = asyncio.run(ask_one_and_then_all(system))
     assert {name: (one.status, one.error, one.text) for name, one in found.items()} == {
         name: (200, None, f" {name} {number}.") for name, number in PEOPLE.items()
     }

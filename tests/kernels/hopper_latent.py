@@ -18,8 +18,9 @@ from triton.compiler import compile as compile_source
 
 from pd_kernels.latent import LatentDims
 from pd_kernels.launch_sizes import next_power_of_2
+from pd_kernels.triton_decode import MERGED
 from pd_kernels.triton_latent import _latent_rows_kernel
-from pd_kernels.triton_latent_decode import _latent_kernel, latent_tiling
+from pd_kernels.triton_latent_decode import _MERGED_ALONE, _latent_kernel, latent_tiling
 from pd_kernels.triton_latent_prefill import _expanded_kernel, expanded_tiling
 
 MOONLIGHT, GLM, MISTRAL = LatentDims(512, 64, 128, 128), LatentDims(512, 64, 192, 256), LatentDims(256, 64, 64, 128)
@@ -42,12 +43,12 @@ def compile_kernel(kernel: Any, constants: dict[str, Any], **options: Any) -> An
     return compile_source(source, target=GPUTarget("cuda", 90, 32), options=options)
 
 
-def compile_decode(dims: LatentDims, group: int, queries: int) -> Any:
+def compile_decode(dims: LatentDims, group: int, queries: int, merged: int = MERGED) -> Any:
     tiling, written = latent_tiling(torch.bfloat16), next_power_of_2(group * queries)
     constants = {
         "GROUPS": 2, "GROUP": group, "RANK": dims.rank, "ROPE": dims.rope, "BLOCK_SIZE": 64, "QUERIES": queries,
         "TILE": tiling.tile, "SEQS": 256, "ROWS": max(written, 16), "WRITTEN": written,
-        "PROGRAMS": tiling.programs_per_processor * PROCESSORS, "MERGED": max(8192 // (written * dims.rank), 1),
+        "PROGRAMS": tiling.programs_per_processor * PROCESSORS, "MERGED": max(merged // (written * dims.rank), 1),
         "PRECISION": "tf32", "STAGES": tiling.num_stages, "SETUP": tiling.setup, "EARLY": True,
     }  # fmt: skip
     return compile_kernel(_latent_kernel, constants, num_warps=tiling.num_warps, launch_pdl=True)
@@ -71,7 +72,8 @@ def compile_rows() -> Any:
 def main(arguments: list[str]) -> None:
     knobs.nvidia.dump_ptxas_log = True
     found = {
-        "decode 16": compile_decode(MOONLIGHT, 16, 1), "decode 4": compile_decode(MOONLIGHT, 4, 1),
+        "decode 16": compile_decode(MOONLIGHT, 16, 1), "decode 10": compile_decode(GLM, 10, 1),
+        "decode 4": compile_decode(MOONLIGHT, 4, 1, _MERGED_ALONE),
         "rows": compile_rows(),
     }  # fmt: skip
     if arguments:

@@ -76,7 +76,15 @@ def compare(found: torch.Tensor, expected: torch.Tensor) -> None:
 
 @pytest.mark.parametrize(
     ("num_heads", "chunks", "block_size"),
-    [(16, DECODES, 16), (3, DRAFTS, 64), (20, DRAFTS[1:4], 16), (40, DECODES[1:5], 64), (10, DRAFTS[:2], 16)],
+    [
+        (16, DECODES, 16),
+        (3, DRAFTS, 64),
+        (20, DRAFTS[1:4], 16),
+        (40, DECODES[1:5], 64),
+        (10, DRAFTS[:2], 16),
+        (16, [Chunk(230, 1)], 16),
+        (10, [Chunk(130, 1)], 64),
+    ],
 )
 def test_rows_of_small_steps_attend_as_defined(num_heads: int, chunks: list[Chunk], block_size: int) -> None:
     """Shares end within pairs, parts are merged, rows of drafts see no token of a part, heads fill no tile."""
@@ -182,7 +190,8 @@ def test_rows_are_written_where_their_tokens_are_and_nowhere_else(num_heads: int
 @pytest.mark.parametrize(
     ("num_heads", "groups"),
     [
-        (1, (1, 1, 1)), (16, (4, 1, 1)), (20, (5, 2, 1)), (32, (8, 2, 1)), (40, (10, 4, 2)), (64, (16, 4, 2)),
+        (1, (1, 1, 1)), (16, (4, 1, 1)), (20, (5, 2, 1)), (5, (1, 1, 1)), (7, (1, 1, 1)), (10, (2, 1, 1)),
+        (13, (1, 1, 1)), (32, (8, 2, 1)), (40, (10, 4, 2)), (64, (16, 4, 2)),
         (128, (32, 8, 4)), (37, (37, 37, 37)),
     ],
 )  # fmt: skip

@@ -225,6 +225,7 @@ async def test_a_fallback_and_a_refusal_are_told_with_their_reasons() -> None:
         for body in (BODY, BODY | {"model": "none\u202e" * 100}, {**BODY, "stream": False}):
             async with router.session.post(router.url + "/v1/completions", json=body) as answer:
                 await answer.read()
+            await router.idle()  # a request is noted after its answer has ended
         told = await state_of(router)
     whole, refused, streamed = told["newest"]
     assert (streamed["order"], streamed["reason"]) == ("direct", "prefill-failed")
@@ -242,8 +243,11 @@ async def test_nothing_of_a_request_but_names_and_figures_is_told() -> None:
         body = BODY | {"prompt": "secret prompt", "user": "secret user"}
         async with router.session.post(router.url + "/v1/completions", json=body, headers=headers) as answer:
             await answer.read()
+        await router.idle()
         async with router.session.get(router.url + "/dashboard/state") as answer:
-            assert "secret" not in await answer.text()
+            text = await answer.text()
+        assert "secret" not in text
+        assert '"decode":"d"' in text, "the request is told"
 
 
 @pytest.mark.integration
@@ -259,8 +263,12 @@ async def test_all_workers_are_told_by_each(tmp_path: Path) -> None:
             async with session.post(router.url + "/v1/completions", json=BODY, headers=headers) as answer:
                 assert answer.status == 200
                 await answer.read()
-        async with session.get(router.url + "/dashboard/state") as answer:
-            told = await answer.json()
+        told: dict[str, Any] = {"newest": []}
+        async with asyncio.timeout(DEADLINE_S):
+            while len(told["newest"]) < 20:  # a request is noted after its answer has ended
+                await asyncio.sleep(0.2)  # more than MAX_WATCHERS a second are refused
+                async with session.get(router.url + "/dashboard/state") as answer:
+                    told = await answer.json()
         assert {note["request_id"] for note in told["newest"]} == {f"request-{number}" for number in range(20)}
         assert (told["num_workers"], told["late_workers"]) == (2, [])
         frozen = workers_of(router)[1]
