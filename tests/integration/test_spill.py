@@ -78,6 +78,7 @@ async def ask_one_and_then_all(system: System) -> dict[str, Outcome]:
     """The first one teaches the router how fast P reads."""
     first = await Call(system.router_url, body("Zoe", stream=True, salt="first"), "p-first").outcome()
     assert (first.text, first.headers["x-pd-prefill"]) == (" Zoe 1384.", "prefill")
+    await until(lambda: not any(outstanding(system)), lambda: str(outstanding(system)))
     return await ask_all(system)
 
 
