@@ -67,6 +67,16 @@ async def a_pair(root: Path, **settings: Any) -> AsyncIterator[tuple[Router, Nod
         yield router, p, d
 
 
+@asynccontextmanager
+async def two_routers(root: Path) -> AsyncIterator[tuple[Router, Router, Node, Node]]:
+    """Before one pair, with the files of two adapters."""
+    written(root / "a")
+    written(root / "b", "two")
+    async with a_pair(root) as (router, p, d), serving(prefill=[p], decode=[d], admin_endpoints="open") as second:
+        await followed(second, p, d)
+        yield router, second, p, d
+
+
 async def followed(router: Router, *nodes: Node) -> None:
     """Return when the router reads the feeds of these nodes: their engines say their load."""
     for node in nodes:
@@ -225,13 +235,7 @@ async def test_names_and_bodies_that_no_order_may_have(tmp_path: Path) -> None:
 
 async def test_two_orders_at_once_for_one_name_end_in_one_state(tmp_path: Path) -> None:
     """Through two routers, with other files each: at most one wins, and all nodes have what it loaded."""
-    written(tmp_path / "a")
-    written(tmp_path / "b", "two")
-    async with (
-        a_pair(tmp_path) as (router, p, d),
-        serving(prefill=[p], decode=[d], admin_endpoints="open") as second,
-    ):
-        await followed(second, p, d)
+    async with two_routers(tmp_path) as (router, second, p, d):
         answers = await asyncio.gather(order(router, "tuned", "a"), order(second, "tuned", "b"))
         won = [told["digest"] for status, told in answers if status == 200]
         assert sorted(status for status, _ in answers) in ([200, 409], [409, 409])
@@ -245,13 +249,7 @@ async def test_a_name_that_a_router_does_not_know_yet_is_not_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The second order comes before the feeds tell its router of the first one."""
-    written(tmp_path / "a")
-    written(tmp_path / "b", "two")
-    async with (
-        a_pair(tmp_path) as (router, p, d),
-        serving(prefill=[p], decode=[d], admin_endpoints="open") as second,
-    ):
-        await followed(second, p, d)
+    async with two_routers(tmp_path) as (router, second, p, d):
         with monkeypatch.context() as patch:
             patch.setattr(second.services.table.adapters, "learn", lambda record: False)
             _, told = await order(router, "tuned", "a")
